@@ -316,10 +316,8 @@ class _RowPlanner(dcp.DefaultSavePlanner):
                 data = planner.TensorWriteData(
                     chunk=chunk, properties=properties, size=torch.Size(shard.shape)
                 )
-                index, kind = (
-                    metadata.MetadataIndex(name, offsets),
-                    planner.WriteItemType.SHARD,
-                )
+                index = metadata.MetadataIndex(name, offsets)
+                kind = planner.WriteItemType.SHARD
                 items.append(
                     planner.WriteItem(index=index, type=kind, tensor_data=data)
                 )

@@ -182,10 +182,8 @@ def split_frames(table: FrameTable, fraction: float, seed: int) -> Split:
     for members in _groups(list(zip(strata, table.compositions))).values():
         scale = _scale(points, members)
         pairs.append(_near_pairs(points, members, _NEAR * scale))
-        numbers, places = (
-            np.array(members),
-            np.array([table.places[k] for k in members]),
-        )
+        numbers = np.array(members)
+        places = np.array([table.places[k] for k in members])
         distance = np.linalg.norm(np.diff(points[members], axis=0), axis=1)
         following = np.stack([numbers[:-1], numbers[1:]])
         # the next frame of the stratum, if it is of the same file or system

@@ -112,10 +112,8 @@ def share_parts(models: Mapping[str, EnergyModel], links: Iterable[Link]) -> Non
                 link.key, (link.task, model.get_submodule(place))
             )
             if link.level:
-                place, shared = (
-                    f"{place}.type_embedding",
-                    shared.get_submodule("type_embedding"),
-                )
+                place = f"{place}.type_embedding"
+                shared = shared.get_submodule("type_embedding")
             owner, _, name = place.rpartition(".")
             setattr(model.get_submodule(owner), name, shared)
 

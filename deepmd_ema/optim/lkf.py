@@ -119,10 +119,8 @@ class LKF:
         # -0.0 is what leaves each number as it is, also -0.0 itself
         change = torch.where(good, gain * (error.to(gain.dtype) / spread), -0.0)
         # where the measurement is bad: minus 0, divided by 1, which changes no bit of P
-        inverse, divisor = (
-            torch.where(good, 1 / spread, 0),
-            torch.where(good, memory, 1),
-        )
+        inverse = torch.where(good, 1 / spread, 0)
+        divisor = torch.where(good, memory, 1)
         good_gains = torch.where(good, gain, 0).split([len(c) for c in covariances])
         for covariance, part in zip(covariances, good_gains):
             # Some rows at a time, for less temporary memory. Each operation rounds elements (i, j)

@@ -62,10 +62,8 @@ def build_schedule(config: optim.ScheduleConfig, num_steps: int) -> Schedule:
     # In the last `falling` steps of the run the rate goes from where it is down to the last one:
     # all steps after the warm-up with cosine, a share of the run with wsd and invsqrt, none with
     # exp, which falls from the start.
-    kind, falling = (
-        "cosine",
-        length if isinstance(config, optim.CosineScheduleConfig) else 0,
-    )
+    kind = "cosine"
+    falling = length if isinstance(config, optim.CosineScheduleConfig) else 0
     if isinstance(config, optim.WsdScheduleConfig) and config.decay_phase_ratio > 0:
         kind = config.decay_type
         falling = max(1, min(int(config.decay_phase_ratio * num_steps), length))

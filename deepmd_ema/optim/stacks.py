@@ -174,10 +174,8 @@ def stacked(
     ):
         for other in merged:
             if other.kind == stack.kind:
-                rows, columns = (
-                    max(other.rows, stack.rows),
-                    max(other.columns, stack.columns),
-                )
+                rows = max(other.rows, stack.rows)
+                columns = max(other.columns, stack.columns)
                 both = Stack(
                     stack.kind,
                     rows,

@@ -275,10 +275,8 @@ def _measure(
     counted = steps[_FIRST:] or steps
     step = new_step = mean(counted)
     # steps with and without a search for neighbors; the first ones of each part are not counted
-    new, later = (
-        mean(steps[_FIRST : watch.num_new]),
-        mean(steps[watch.num_new :][_FIRST:]),
-    )
+    new = mean(steps[_FIRST : watch.num_new])
+    later = mean(steps[watch.num_new :][_FIRST:])
     if new > later > 0:  # else there are too few steps, or it makes no difference
         step, new_step = later, new
     # the time that the first steps take longer than others is a part of the start

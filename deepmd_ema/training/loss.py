@@ -332,10 +332,8 @@ class QuantityLoss(Loss):
         self, config: LossConfig, start_lr: float, world: World, model: ModelConfig
     ) -> None:
         self._frame_label, self._atom_label = model.fitting_net.labels
-        self.labels, self._counted = (
-            config.labels(model.fitting_net.labels),
-            _counted(model, world),
-        )
+        self.labels = config.labels(model.fitting_net.labels)
+        self._counted = _counted(model, world)
         terms = {name: partial(self._term, name) for name in config.weights}
         super().__init__(config.weights, start_lr, world, terms)
         # columns of lcurve.out are called as in DeePMD-kit, as `rmse_local_dipole`
@@ -389,10 +387,8 @@ class PropertyLoss(Loss):
         model: ModelConfig,
     ) -> None:
         self.config, self.labels = config, config.labels(model.fitting_net.labels)
-        self._label, self._is_mean = (
-            model.fitting_net.labels[0],
-            model.fitting_net.intensive,
-        )
+        self._label = model.fitting_net.labels[0]
+        self._is_mean = model.fitting_net.intensive
         terms = {name: partial(self._term, name) for name in config.weights}
         super().__init__(config.weights, start_lr, world, terms)
         self._counted = _counted(model, world)
@@ -568,10 +564,8 @@ def _sums(value: Tensor, shown: Tensor, has_label: Tensor, weight: Tensor) -> _S
         has_label: (n,) 1 for a row with the label, else 0.
         weight: (n,) of the row in the loss; 0 without the label.
     """
-    total, is_same = (
-        torch.dot(weight, _row_means(value)),
-        shown is value and weight is has_label,
-    )
+    total = torch.dot(weight, _row_means(value))
+    is_same = shown is value and weight is has_label
     shown_total = total if is_same else torch.dot(has_label, _row_means(shown.detach()))
     return _Sums(total, shown_total, has_label.sum())
 

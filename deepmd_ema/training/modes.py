@@ -66,10 +66,8 @@ def contexts_of_products(
 
     The log says which options of the input have no effect there.
     """
-    in_training, in_validation = (
-        config.training.enable_tf32,
-        config.validating.tf32_infer,
-    )
+    in_training = config.training.enable_tf32
+    in_validation = config.validating.tf32_infer
     if device.type != "cuda":
         for option, is_on in (
             ("training.enable_tf32", in_training),
@@ -83,10 +81,8 @@ def contexts_of_products(
         # mixed precision: only options that the input has, as use_amp is on by default
         places = ["validating.amp_infer"] if config.validating.amp_infer else []
         for task in config.tasks.values():
-            option, descriptor = (
-                f"{task.place('model')}.descriptor.use_amp",
-                task.model.descriptor,
-            )
+            option = f"{task.place('model')}.descriptor.use_amp"
+            descriptor = task.model.descriptor
             is_given = path_of(option) in config.source.given_options
             if (
                 is_given
@@ -109,10 +105,8 @@ def contexts_of_products(
 
 def compiled_modes(config: RunConfig) -> tuple[bool, bool]:
     """Return whether training, and whether validation, runs compiled code."""
-    in_training, infer = (
-        config.training.enable_compile,
-        config.validating.compiled_infer,
-    )
+    in_training = config.training.enable_compile
+    infer = config.validating.compiled_infer
     return in_training, (
         in_training if infer is None else infer
     ) and config.has_validation_data

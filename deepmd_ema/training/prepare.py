@@ -418,10 +418,8 @@ def _statistics(task: Task, seed: int, num_ranks: int) -> Statistics:
 
     These are ``data_stat_nbatch`` batches, each as large as those of all ranks together.
     """
-    path, place = (
-        task.config.data.stat_file,
-        f"{task.config.place('training')}.stat_file",
-    )
+    path = task.config.data.stat_file
+    place = f"{task.config.place('training')}.stat_file"
     # frames that are split off for validation have no share in the statistics
     content = task.content and f"{task.content} {task.split}"
     if path is not None:

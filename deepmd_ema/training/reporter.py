@@ -202,10 +202,8 @@ class Reporter:
         for name, (train_row, valid_row) in rows.items():
             if (file := self.curves.get(name)) is not None:
                 file.write(step, rate, train_row, valid_row)
-            errors, logged = (
-                named("train", name, train_row),
-                named("batch", name, valid_row),
-            )
+            errors = named("train", name, train_row)
+            logged = named("batch", name, valid_row)
             if name != LIVE:
                 logged |= errors
                 shown[name] = valid_row if any(valid_row.values()) else train_row

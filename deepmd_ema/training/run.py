@@ -179,10 +179,8 @@ def run_training(
                 write_config, prepared.config, request.output, is_new=start.step == 0
             )
         )
-        record_file, device = (
-            Path(RECORD) if world.is_main else None,
-            describe_device(world.device),
-        )
+        record_file = Path(RECORD) if world.is_main else None
+        device = describe_device(world.device)
         record = RunRecord(
             record_file, warnings, device, world.size, began, continues=start.step > 0
         )
@@ -190,10 +188,8 @@ def run_training(
             # Build the parts of the run, then log the table of the start: some of its lines need
             # them.
             with world.all_ranks_ok():
-                deadline, file = (
-                    began + request.max_time,
-                    request.file or request.output,
-                )
+                deadline = began + request.max_time
+                file = request.file or request.output
                 trainer = Trainer(
                     prepared,
                     start,

@@ -160,10 +160,8 @@ class FullValidation:
         for weights in config.fully_validated:
             for name, task in self.tasks.items():
                 file, section = outputs.validation_log(weights, name), task.config
-                best_by, shown = (
-                    section.metric(metric),
-                    section.model.fitting_net.metrics,
-                )
+                best_by = section.metric(metric)
+                shown = section.model.fitting_net.metrics
                 if ATOM_PREF in section.labels:
                     shown = (*shown, WEIGHTED_FORCE.metric)
                 log = best = None

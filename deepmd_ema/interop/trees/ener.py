@@ -126,10 +126,8 @@ class DPA4EnerTree(EnerTree):
         self, part: Any, section: Any, common: Tree
     ) -> tuple[Tree, list[Tree]]:
         """Return entries of this type of fitting network, and the trees of its networks."""
-        widths, film = (
-            section.widths(part.num_inputs),
-            {"case_film_embd": section.case_film_embd},
-        )
+        widths = section.widths(part.num_inputs)
+        film = {"case_film_embd": section.case_film_embd}
         shape = {
             **parts.node("GLUFittingNet", 1),
             "in_dim": part.num_inputs,

@@ -301,9 +301,10 @@ def estimated_errors(
         # that follows
         joined = torch.cat([last, noise.view(1), scale.view(1)])
         try:
-            *numbers, noise, scale = joined.tolist()
+            numbers = joined.tolist()
         except RuntimeError:  # a tensor made inside torch.func has no list
-            *numbers, noise, scale = map(float, joined)
+            numbers = list(map(float, joined))
+        noise, scale = numbers[-2:]
         parts = [max(numbers[k * part : (k + 1) * part]) for k in range(3)]
         at_least = max
         at_most = min
@@ -340,7 +341,7 @@ class SeriesSum(NeighborSum):
 
     def vjp(self, grad_value: Tensor) -> tuple[Tensor, Tensor]:
         """Return the gradients with respect to ``left`` and s from that of the value."""
-        num_atoms, columns, _ = grad_value.shape
+        num_atoms, columns = grad_value.shape[:2]
         num_slots = self.left.shape[1]
         terms = len(self.basis)
         functions = self.left.shape[2] // columns
@@ -428,7 +429,8 @@ class _SeriesSum(torch.autograd.Function):
     def forward(
         left: Tensor, s: Tensor, coefficients: Tensor, basis: Tensor
     ) -> tuple[Tensor, Tensor]:
-        num_atoms, _, columns = left.shape
+        num_atoms = left.shape[0]
+        columns = left.shape[2]
         size = len(coefficients) // 2
         rows = columns * len(basis) // size
         # (A C, F P N): all polynomials of a row are contracted with the coefficients at once

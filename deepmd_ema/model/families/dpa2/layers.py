@@ -381,12 +381,9 @@ class AtomAttention(nn.Module):
 
     def __init__(self, options: RepformerConfig, dtype: torch.dtype, seed: int) -> None:
         super().__init__()
-        self.width = options.g1_dim
-        self.hidden = options.attn1_hidden
-        self.num_heads = options.attn1_nhead
-        width = self.width
-        hidden = self.hidden
-        num_heads = self.num_heads
+        self.width = width = options.g1_dim
+        self.hidden = hidden = options.attn1_hidden
+        self.num_heads = num_heads = options.attn1_nhead
         self.query = linear(
             width, hidden * num_heads, dtype, seed_for("query", seed), bias=False
         )
@@ -436,12 +433,9 @@ class PairAttention(nn.Module):
 
     def __init__(self, options: RepformerConfig, dtype: torch.dtype, seed: int) -> None:
         super().__init__()
-        self.width = options.g2_dim
-        self.hidden = options.attn2_hidden
-        self.num_heads = options.attn2_nhead
-        width = self.width
-        hidden = self.hidden
-        num_heads = self.num_heads
+        self.width = width = options.g2_dim
+        self.hidden = hidden = options.attn2_hidden
+        self.num_heads = num_heads = options.attn2_nhead
         self.gated = options.attn2_has_gate
         self.query_key = linear(
             width,

@@ -244,10 +244,8 @@ class Repformer(EnvironmentMatrix, UsesOperations):
             by_weight, by_sides = torch.zeros_like(weight), torch.zeros_like(sides)
             for layer_vjp in reversed(layer_vjps):
                 grad, by_pair, more_by_weight, more_by_sides = layer_vjp(grad, by_pair)
-                by_weight, by_sides = (
-                    by_weight + more_by_weight,
-                    by_sides + more_by_sides,
-                )
+                by_weight = by_weight + more_by_weight
+                by_sides = by_sides + more_by_sides
             by_radial = slope(by_pair, first_pair) @ self.pair_embedding.weight.T
             # layers return the gradient by w with the sides fixed, of which w is a factor as well
             by_weight = by_weight + (

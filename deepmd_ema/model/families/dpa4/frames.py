@@ -362,10 +362,8 @@ class Mixing(nn.Module):
         lmax, mmax = frames.lmax, frames.mmax
         self.streams, self.width = config.n_focus, config.focus_dim or config.channels
         self.sizes, self.has_bias = frames.sizes, config.mlp_bias
-        layers, coefficient_degrees = (
-            range(config.mixing_layers),
-            pair_degrees(lmax, mmax),
-        )
+        layers = range(config.mixing_layers)
+        coefficient_degrees = pair_degrees(lmax, mmax)
         # the last layer has no function behind it, and no norm before it
         on_grid, last = config.s2_activation[0], config.mixing_layers - 1
         act = "silu" if on_grid else config.activation_function

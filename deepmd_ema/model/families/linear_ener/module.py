@@ -105,10 +105,8 @@ class LinearFitting(Fitting):
     def forward(self, features: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the energies (A,) float64, eV, and their gradient by the features (A, D)."""
         # a list of gradients, (A, D_k) of part k
-        energy, grads = (
-            torch.zeros(len(features), dtype=torch.float64, device=features.device),
-            [],
-        )
+        energy = torch.zeros(len(features), dtype=torch.float64, device=features.device)
+        grads = []
         split = features.split(self._widths, 1)
         for part, weight, part_features in zip(
             self.parts, self._weights, split, strict=True

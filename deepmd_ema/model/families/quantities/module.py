@@ -52,10 +52,8 @@ class QuantityFitting(EnergyFitting):
         # before the base class, which builds networks of `num_out` outputs
         self.section, self.dim_equivariants = config, dim_equivariants
         self.width = math.prod(LABELS[config.labels[0]].shape)
-        self.is_mean, self.distinguishes_types = (
-            config.intensive,
-            config.distinguish_types,
-        )
+        self.is_mean = config.intensive
+        self.distinguishes_types = config.distinguish_types
         self.num_out = self._num_out()
         super().__init__(config, dim_in, num_types, seed, mixed_types)
 

@@ -46,10 +46,8 @@ class SeE2ADescriptor(ByTypeDescriptor):
         super().__init__(
             config, num_types, seed, num_types if config.type_one_side else num_types**2
         )
-        self.one_side, self.num_axis = (
-            config.type_one_side,
-            getattr(config, "axis_neuron", 1),
-        )
+        self.one_side = config.type_one_side
+        self.num_axis = getattr(config, "axis_neuron", 1)
         self.dim_out = self.num_channels * self.num_axis
         self.interpolation = Interpolation(
             config.interpolate, self.dtype, sum(config.neuron)
