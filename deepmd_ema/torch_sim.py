@@ -102,7 +102,8 @@ class DPModel(ModelInterface):
                 )
         self._device = self.potential.device
         self._dtype = dtype
-        self.compute_forces, self.compute_stress = compute_forces, compute_stress
+        self.compute_forces = compute_forces
+        self.compute_stress = compute_stress
         # torch-sim groups systems into batches by this estimate: neighbors take most of the memory
         self._memory_scales_with = "n_atoms_x_density"
         self._skin = skin

@@ -58,8 +58,10 @@ class Average:
     """
 
     def __init__(self, profile: Profile, shards: Sequence[Shard]) -> None:
-        self.profile, self.shards = profile, shards
-        self.updates, self._mean_step = 0, 0.0
+        self.profile = profile
+        self.shards = shards
+        self.updates = 0
+        self._mean_step = 0.0
         self.on_device: Tensor | None = None
         self._gathered = [
             profile.layout == "full_tensor" and shard.is_sharded for shard in shards

@@ -149,7 +149,8 @@ class Buffer:
         ]
         self.flat = _flat(self.shapes, dtype, home)
         self.views = _views(self.flat, self.shapes)
-        self._shards, self._gathered = shards, gathered
+        self._shards = shards
+        self._gathered = gathered
         self._local = [shard.local for shard in shards]
         self.source = self._local[0]
         # on a GPU all tensors at once: kernels cost more than the cache saves

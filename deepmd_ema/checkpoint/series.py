@@ -142,7 +142,8 @@ class BestFiles:
         writes: bool = True,
         writers: World | None = None,
     ) -> None:
-        self.writes, self.writers = writes, writers
+        self.writes = writes
+        self.writers = writers
         self.suffix = GATHERED_SUFFIX if writers is None else SHARDED_SUFFIX
         self.prefix = prefix
         self.folder = Path(folder)
@@ -164,7 +165,8 @@ class BestFiles:
         if not math.isfinite(value) or rank >= self.keep:
             return False
         records.insert(rank, (value, step))
-        self.records, self._pushed_out = records[: self.keep], records[self.keep :]
+        self.records = records[: self.keep]
+        self._pushed_out = records[self.keep :]
         return True
 
     def write(self, step: int, payload: Mapping[str, Any]) -> Path:

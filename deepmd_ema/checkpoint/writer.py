@@ -47,7 +47,8 @@ class Writer:
         self.waited_s = 0.0
         self.written_s = 0.0
         self.error: BaseException | None = None
-        self._world, self._writes = world, everywhere or world.is_main
+        self._world = world
+        self._writes = everywhere or world.is_main
         self._step: int | None = None  # the step whose tensors may be copied
         self._last: int | None = None  # the last step that had a job
         self._jobs: Queue[Callable[[], None] | None] = Queue()  # None ends the thread
@@ -135,7 +136,8 @@ class Writer:
                     job()
                 # whatever it is, it is raised again in the thread of training
                 except BaseException as error:
-                    self.error, self._has_given_up = error, True
+                    self.error = error
+                    self._has_given_up = True
                     vars(error).pop(
                         ANNOUNCED, None
                     )  # it is announced to other ranks once more

@@ -131,7 +131,8 @@ class Registry(Mapping[str, Family]):
         key = (*self.builtin.items(), *sys.path)
         if key == self._key:
             return self._records
-        self._records, self._faults = {}, {}
+        self._records = {}
+        self._faults = {}
         for name, place in self.builtin.items():
             record = resolve_name(place)
             # a section if there is nothing else to the types

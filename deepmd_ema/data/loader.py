@@ -67,7 +67,8 @@ class Loader:
         labels: Sequence[str] = (),
         pad: Pad | None = None,
     ) -> None:
-        self.systems, self.sampler = systems, sampler
+        self.systems = systems
+        self.sampler = sampler
         self.position = start
         self.cache = pairs = PairCache() if cache is None else cache
 
@@ -84,7 +85,8 @@ class Loader:
             )
             return frames.as_padding() if sampler.is_repeat(n) else frames
 
-        self.batch, self.pad = batch, pad
+        self.batch = batch
+        self.pad = pad
         self._prepare: Callable[[int, Pad | None], Batch | PackedBatch] = (
             lambda n, pad: _prepared(batch(n), pin, pad)
         )

@@ -193,7 +193,8 @@ class HostCopies:
     """
 
     def __init__(self, wait: bool = False, share: bool = False) -> None:
-        self._wait, self._share = wait, share
+        self._wait = wait
+        self._share = share
         # tensor and copy by the place of the tensor
         self._made: dict[Any, tuple[Tensor, Tensor]] = {}
         self._devices: set[torch.device] = set()

@@ -63,7 +63,8 @@ class LKF:
         self._owners = owners  # the tasks of each parameter, and of each block
         # Neighbors of the same tasks only share a block: an update takes whole blocks, and must
         # leave the weights of other tasks and their covariances alone.
-        self._sizes, self._block_owners = [], []
+        self._sizes = []
+        self._block_owners = []
         for tasks_of_group, group in groupby(
             zip(owners, self._parameters), lambda pair: pair[0]
         ):

@@ -110,7 +110,8 @@ class InterpolationControl:
             for part, values in state.items()
         }
         for name, interpolation in chosen.items():
-            interpolation.recording, interpolation.needed = False, 0
+            interpolation.recording = False
+            interpolation.needed = 0
             # not if a restart has changed the option
             if (
                 name in state["terms"]

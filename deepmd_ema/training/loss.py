@@ -189,7 +189,8 @@ class EnergyLoss(Loss):
         world: World,
         model: ModelConfig | None = None,
     ) -> None:
-        self.config, self.labels = config, config.labels(())
+        self.config = config
+        self.labels = config.labels(())
         self._mae = self._is_plain = config.loss_func == "mae"
         self._prefix = "mae_" if self._mae else "rmse_"
         self._size = partial(l1_loss if self._mae else mse_loss, reduction="none")
@@ -386,7 +387,8 @@ class PropertyLoss(Loss):
         world: World,
         model: ModelConfig,
     ) -> None:
-        self.config, self.labels = config, config.labels(model.fitting_net.labels)
+        self.config = config
+        self.labels = config.labels(model.fitting_net.labels)
         self._label = model.fitting_net.labels[0]
         self._is_mean = model.fitting_net.intensive
         terms = {name: partial(self._term, name) for name in config.weights}
@@ -503,7 +505,8 @@ class LossOverBatches:
     def __init__(
         self, loss: Loss, batches: Sequence[Batch | PackedBatch], lr: float | Tensor
     ) -> None:
-        self._loss, self._world = loss, loss.world
+        self._loss = loss
+        self._world = loss.world
         # packed batches are read where they are, in host memory: each goes to the device when it
         # is its turn
         unpacked = [

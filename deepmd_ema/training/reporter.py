@@ -121,7 +121,8 @@ class Reporter:
             task.name: deque[tuple[float, float]](maxlen=COMPARED_ROWS)
             for task in tasks
         }
-        self._num_steps, self._warned = length.num_steps, set[str]()
+        self._num_steps = length.num_steps
+        self._warned = set[str]()
         self.validated_step = 0
         self.validated: Mapping[str, Errors] = {}
         self.before: Mapping[str, Errors] = {}
@@ -284,7 +285,8 @@ class Reporter:
             results: errors by row, names of task and weights.
             best: rows that have the lowest errors so far.
         """
-        self.validated_step, self.validated = step, results
+        self.validated_step = step
+        self.validated = results
         self._progress.show_validation(step, results, best)
         if self._loggers is not None:
             for row, errors in results.items():

@@ -80,7 +80,8 @@ class Step:
             (), dtype=torch.int64, device=self._trained[0].device
         )
         self.checks_are_free = self._first_bad.device.type == "cpu"
-        self.laps, self._lap_began = dict[str, float](), 0.0
+        self.laps = dict[str, float]()
+        self._lap_began = 0.0
         # whether the loss of this rank's frames was not finite in that step
         self._own_fault = torch.zeros(
             (), dtype=torch.bool, device=self._trained[0].device
@@ -302,7 +303,8 @@ class GraphedSteps:
         self._uses: Counter[Hashable] = Counter()
         # by task, layout and averages: the buffer of a batch, and the step
         self._graphs: dict[Hashable, tuple[Tensor, Callable[[], Updated]]] = {}
-        self._num_bindings, self._max_graphs = 0, MAX_GRAPHS
+        self._num_bindings = 0
+        self._max_graphs = MAX_GRAPHS
 
     def capture(self, step: Callable[[], Updated]) -> Callable[[], Updated]:
         """Return a function that launches all kernels of ``step`` at once.

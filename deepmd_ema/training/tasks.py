@@ -167,7 +167,8 @@ class TaskMixture:
     def __init__(
         self, tasks: Iterable[Task], shares: Iterable[float], seed: int
     ) -> None:
-        self._tasks, self._seed = tuple(tasks), seed
+        self._tasks = tuple(tasks)
+        self._seed = seed
         self._cumulative = np.cumsum(
             [*shares]
         )  # upper ends of the intervals of the tasks

@@ -123,7 +123,8 @@ class Trainer:
         self.world = world
         self.input_file = input_file
         self.deadline = deadline
-        self.callback, self.record = callback or Callback(), record or RunRecord()
+        self.callback = callback or Callback()
+        self.record = record or RunRecord()
 
         # The order of the tasks, and the steps after which something is due: functions of seed and
         # step, so that a restart needs no state of them.
@@ -476,7 +477,8 @@ class Trainer:
             logger.info(
                 "early stop after step %d of %d: %s", self.step, self.num_steps, why
             )
-            self.record.early_end, self.num_steps = why, self.step
+            self.record.early_end = why
+            self.num_steps = self.step
             self._keep_last_snapshots()
 
     def _keep_last_snapshots(self) -> None:
@@ -626,7 +628,8 @@ class Trainer:
         with checkpoint.reading(path, "best or early_stop"):
             self.validator.load_state_dict(state, step - self._validation_pending)
         if (why := self.validator.stopped_early) and step < self.num_steps:
-            self.record.early_end, self.num_steps = why, step
+            self.record.early_end = why
+            self.num_steps = step
             logger.warning(
                 "step %d ended the run early: %s. Nothing is left to train. Raise "
                 "validating.early_stop.patience, or remove early_stop, to continue.",
@@ -657,7 +660,8 @@ class StopRequest:
     def request(self, number: int, _frame: FrameType | None = None) -> None:
         """Ask the run to stop, as the signal ``number`` does."""
         if self.signal is None:
-            self.signal, self._since = signal.Signals(number), time.monotonic()
+            self.signal = signal.Signals(number)
+            self._since = time.monotonic()
         elif number == signal.SIGINT and time.monotonic() - self._since > SAME_CTRL_C_S:
             raise KeyboardInterrupt
 

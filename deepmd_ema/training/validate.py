@@ -457,7 +457,8 @@ class EarlyStop:
     """
 
     def __init__(self, config: EarlyStopConfig, metrics: Mapping[str, Metric]) -> None:
-        self._config, self._metrics = config, metrics
+        self._config = config
+        self._metrics = metrics
         # for messages, and to see at a restart whether another error counts now
         self._metric = " and ".join(dict.fromkeys(metrics.values()))
         self.waited = 0

@@ -82,7 +82,8 @@ class RepformerLayer(UsesOperations):
         self, options: RepformerConfig, *, last: bool, dtype: torch.dtype, seed: int
     ) -> None:
         super().__init__()
-        self.options, self.last = options, last
+        self.options = options
+        self.last = last
         self.act = activation(options.activation_function).value
         width = options.g1_dim
         pair_width = options.g2_dim

@@ -94,7 +94,8 @@ class RepflowLayer(UsesOperations):
     ) -> None:
         super().__init__()
         options = config.repflow
-        self.options, self.activation = options, activation(config.activation_function)
+        self.options = options
+        self.activation = activation(config.activation_function)
         # an angle acts on edges in the next layer, and these on nodes in the one after it
         self.edges_matter = options.sequential_update or index + 1 < options.nlayers
         self.angles_matter = options.sequential_update or index + 2 < options.nlayers
@@ -349,7 +350,8 @@ class DPA3Descriptor(TypeEmbeddedDescriptor, EnvironmentMatrix, UsesOperations):
     def __init__(self, config: DPA3Config, num_types: int, seed: int) -> None:
         super().__init__(config, num_types, seed, config.repflow.n_dim)
         flow = config.repflow
-        self.flow, self.num_features = flow, flow.n_dim
+        self.flow = flow
+        self.num_features = flow.n_dim
         self.activation = activation(config.activation_function)
         generator = torch.Generator().manual_seed(seed_for("repflow", self.start))
         self.edge_embedding = linear(1, flow.e_dim, self.dtype, generator)

@@ -271,7 +271,8 @@ class Attention(nn.Module):
         self, config: DPA4Config, lmax: int, wide: int, source: Source
     ) -> None:
         super().__init__()
-        self.heads, self.eps = config.n_atten_head, config.eps
+        self.heads = config.n_atten_head
+        self.eps = config.eps
         self.groups = 1 if config.atten_f_mix else config.n_focus
         width = wide // self.groups
         self.attn_qk_norm = ScalarNorm((self.groups, width), self.eps, source)

@@ -173,7 +173,8 @@ class Frames(nn.Module):
 
     def __init__(self, lmax: int, mmax: int, dtype: torch.dtype) -> None:
         super().__init__()
-        self.lmax, self.mmax = lmax, mmax
+        self.lmax = lmax
+        self.mmax = mmax
         self.sizes = [(2 if m else 1) * (lmax + 1 - m) for m in range(mmax + 1)]
         # (L + 1, D), 1 in the columns of a degree
         is_degree = torch.arange(lmax + 1)[:, None] == torch.tensor(degrees(lmax))
@@ -360,8 +361,10 @@ class Mixing(nn.Module):
     def __init__(self, config: DPA4Config, frames: Frames, source: Source) -> None:
         super().__init__()
         lmax, mmax = frames.lmax, frames.mmax
-        self.streams, self.width = config.n_focus, config.focus_dim or config.channels
-        self.sizes, self.has_bias = frames.sizes, config.mlp_bias
+        self.streams = config.n_focus
+        self.width = config.focus_dim or config.channels
+        self.sizes = frames.sizes
+        self.has_bias = config.mlp_bias
         layers = range(config.mixing_layers)
         coefficient_degrees = pair_degrees(lmax, mmax)
         # the last layer has no function behind it, and no norm before it

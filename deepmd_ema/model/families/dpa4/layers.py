@@ -40,7 +40,8 @@ class Source:
     """
 
     def __init__(self, seed: int, dtype: torch.dtype) -> None:
-        self.seed, self.dtype = seed, dtype
+        self.seed = seed
+        self.dtype = dtype
 
     def part(self, *names: str | int) -> Source:
         """Return the source of a part of this part."""
@@ -418,7 +419,8 @@ class DegreeGate(nn.Module):
         bias: bool,
     ) -> None:
         super().__init__()
-        self.lmax, self.activation = lmax, activation(act)
+        self.lmax = lmax
+        self.activation = activation(act)
         if lmax:
             self.gate_linear = StreamLinear(
                 channels,

@@ -107,7 +107,8 @@ class RadialBasis(DistanceFunctions):
 
     def __init__(self, config: DPA4Config, dtype: torch.dtype) -> None:
         super().__init__(config, dtype)
-        self.rcut, self.exponent = config.rcut, config.env_exp[0]
+        self.rcut = config.rcut
+        self.exponent = config.env_exp[0]
 
     def forward(self, pairs: Pairs) -> Tensor:
         """Return (A, S, N)."""
@@ -269,7 +270,8 @@ class DPA4Descriptor(EnvironmentDescriptor):
         self.section = config
         self.num_types = num_types
         self.infers_in_bfloat16 = False
-        self.dim_out, self.dtype = config.channels, precision(config.precision)
+        self.dim_out = config.channels
+        self.dtype = precision(config.precision)
         self.excluded = ExcludedPairs(config.exclude_types, num_types)
         source = Source(
             seed_for("dpa4", seed if config.seed is None else config.seed), self.dtype

@@ -70,7 +70,8 @@ class DPA4CDescriptor(EnvironmentDescriptor, UsesOperations):
 
     def __init__(self, config: DPA4CConfig, num_types: int, seed: int) -> None:
         super().__init__()
-        self.section, self.num_types = config, num_types
+        self.section = config
+        self.num_types = num_types
         self.dtype = precision(config.precision)
         self.excluded = ExcludedPairs(config.exclude_types, num_types)
         source = Source(

@@ -153,7 +153,8 @@ class PairNetwork(nn.Module):
 
     def __init__(self, config: DPA4CConfig, source: Source) -> None:
         super().__init__()
-        self.channels, self.modes = config.channels, config.radial_modes
+        self.channels = config.channels
+        self.modes = config.radial_modes
         inputs = 2 * config.channels
         outputs = config.channels * (2 + config.radial_modes)
         self.network = GatedNetwork(inputs, gated_width(inputs), outputs, source)

@@ -36,7 +36,8 @@ class PairTableDescriptor(EnvironmentDescriptor):
 
     def __init__(self, table: PairTable, sel: int) -> None:
         super().__init__()
-        self.pairs, self.sel = table, sel
+        self.pairs = table
+        self.sel = sel
 
     def layout(self, excluded_pairs: frozenset[tuple[int, int]]) -> NeighborLayout:
         """Return a layout of the nearest ``sel`` neighbors of all types."""

@@ -50,7 +50,8 @@ class QuantityFitting(EnergyFitting):
         dim_equivariants: int = 0,
     ) -> None:
         # before the base class, which builds networks of `num_out` outputs
-        self.section, self.dim_equivariants = config, dim_equivariants
+        self.section = config
+        self.dim_equivariants = dim_equivariants
         self.width = math.prod(LABELS[config.labels[0]].shape)
         self.is_mean = config.intensive
         self.distinguishes_types = config.distinguish_types

@@ -61,7 +61,8 @@ class SeAttenBlock(ElementBlock):
         seed: int,
     ) -> None:
         super().__init__(options, sel, num_types, dtype, seed)
-        self.one_side, self.num_axis = options.type_one_side, options.axis_neuron
+        self.one_side = options.type_one_side
+        self.num_axis = options.axis_neuron
         self.dim_out = self.num_channels * self.num_axis
         self.interpolation = Interpolation(
             options.interpolate, dtype, sum(options.neuron)
