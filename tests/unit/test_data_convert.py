@@ -20,6 +20,7 @@ from helpers import open_data, write_system
 from deepmd_ema.cli import main
 from deepmd_ema.data.convert import convert_data
 from deepmd_ema.data.formats.extxyz import blocks
+from deepmd_ema.data.units import BOHR, HARTREE
 from deepmd_ema.errors import DataError, UserError
 
 KBAR = 1602.1766208  # in eV/angstrom^3
@@ -480,3 +481,41 @@ def test_arrays_that_are_not_carried_over_are_named_in_one_line():
         assert [text for text in reported if "does not read" in text] == line
     # what is written has nothing that is not read
     assert "does not read" not in "\n".join(convert_data(["out0"], "again"))
+
+
+@pytest.mark.parametrize(
+    ("metadata", "factors"),
+    [
+        ({"energy_unit": "Ha", "forces_unit": "Ha/bohr"}, (HARTREE, HARTREE / BOHR)),
+        (
+            {
+                "_property_unit_dict": {"energy": "Ha", "forces": "Ha/Ang"},
+                "_distance_unit": "Ang",
+            },
+            (HARTREE, HARTREE),
+        ),
+        ({"units": "metal"}, (1.0, 1.0)),
+        ({"Units": {"energy": "eV"}}, "Units = .*is not a known unit"),
+        ({"energy_unit": "foo"}, "energy_unit = 'foo': is not a known unit"),
+    ],
+)
+def test_units_in_the_metadata_of_a_data_base_are_those_of_all_rows(metadata, factors):
+    from ase.db import connect
+
+    atoms = toy_atoms(1, natoms=4)[0]
+    del atoms.calc.results["energies"], atoms.calc.results["stress"]
+    with connect("a.db") as base:
+        base.write(atoms)
+        base.metadata = metadata
+    if isinstance(factors, str):
+        with pytest.raises(DataError, match=factors):
+            convert_data(["a.db"], "out")
+        return
+    convert_data(["a.db"], "out")
+    [(rows, _, labels)] = read_all("out")
+    assert labels["energy"] == pytest.approx(
+        factors[0] * atoms.get_potential_energy(), rel=1e-8
+    )
+    assert np.linalg.norm(rows[:, -3:]) == pytest.approx(
+        factors[1] * np.linalg.norm(atoms.get_forces()), rel=1e-8
+    )

@@ -120,3 +120,25 @@ def test_damaged_files_are_reported(tmp_path):
     (path / "data.mdb").unlink()
     assert "cannot be read" in problems_of(path)
     assert "an LMDB data set has no parts" in problems_of(f"{path}#/a")
+
+
+@pytest.mark.parametrize(
+    ("change", "meta", "problem"),
+    [
+        (
+            {"energy_unit": "hartree"},
+            {},
+            "a.lmdb: frame 0 (from 0): energy_unit = hartree: expected eV and angstrom. "
+            "Convert the numbers.",
+        ),
+        ({}, {"forces_unit": "Ha/bohr"}, "a.lmdb/__metadata__: forces_unit = Ha/bohr:"),
+        ({}, {"units": {"energy": "eV"}}, "is not a known unit"),
+        ({"coords_unit": "angstrom"}, {"energies_unit": "eV", "units": "metal"}, ""),
+    ],
+)
+def test_data_bases_that_state_other_units_are_refused(tmp_path, change, meta, problem):
+    path = write_lmdb(tmp_path / "a.lmdb", [toy_records(1)[0] | change], **meta)
+    if problem:
+        assert problem in problems_of(path)
+    else:
+        open_data([path], ["O", "H"], LABELS)

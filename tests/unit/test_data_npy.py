@@ -601,3 +601,44 @@ def test_hdf5_with_damaged_bytes_is_reported(system):
     assert problem.startswith(
         "data.h5#/w/set.000/force.npy: cannot be read as HDF5: the file is damaged"
     )
+
+
+@pytest.mark.parametrize(
+    ("place", "key", "text", "problem"),
+    [
+        (
+            "w/set.000/energy.npy",
+            "units",
+            "hartree",
+            "energy_units = hartree: expected eV and angstrom. Convert the numbers.",
+        ),
+        ("w/set.001/force.npy", "unit", np.bytes_("hartree/bohr"), "force_unit = "),
+        ("w/set.001/coord.npy", "unit", "nm", "coord_unit = nm: expected"),
+        ("w/set.000/virial.npy", "unit", "foo", "virial_unit = 'foo': is not a known"),
+        ("w", "energy_unit", "kcal/mol", "energy_unit = kcal/mol: expected"),
+        ("w/set.000", "length_unit", "bohr", "length_unit = bohr: expected"),
+        ("/", "units", ["real"], "units = real: expected"),
+        ("/", "units", "metal", ""),
+        ("w/set.000/energy.npy", "unit", "eV", ""),
+        ("w/set.000/force.npy", "unit", np.bytes_("eV / Angstrom"), ""),
+        ("w/set.000/gap.npy", "unit", "hartree", ""),  # a property has any unit
+        ("w/set.000/coord.npy", "written_by", "an MD program", ""),
+    ],
+)
+def test_hdf5_whose_attributes_state_other_units_is_refused(
+    system, place, key, text, problem
+):
+    import h5py
+
+    path = hdf5(system)
+    with h5py.File(path, "a") as file:
+        if "gap" in place:
+            file[place] = np.zeros(3)
+        file[place].attrs[key] = text
+    found = problems_of(path)
+    assert len(found) == bool(problem)
+    if problem:
+        where = f"/{place}".replace("//", "/")
+        assert re.fullmatch(
+            f"(systems.0.: )?data.h5#{where}: {re.escape(problem)}.*", found[0]
+        ), found

@@ -238,8 +238,9 @@ def _ase_frames(
             # SchNetPack states the units of all rows in one place
             units = base.metadata.get("_property_unit_dict", {})
             stated = {f"{name}_unit": unit for name, unit in units.items()}
-            if "_distance_unit" in base.metadata:
-                stated["length_unit"] = base.metadata["_distance_unit"]
+            for key, unit in base.metadata.items():
+                if "unit" in key.lower():  # _distance_unit, for one
+                    stated[key.strip("_")] = str(unit)
             for atoms in every:
                 atoms.info |= stated
         else:

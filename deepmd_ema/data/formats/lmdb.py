@@ -20,7 +20,11 @@ import numpy as np
 from deepmd_ema.config.elements import SYMBOLS
 from deepmd_ema.config.labels import APARAM, FPARAM, HESSIAN, LABELS, NAMES_OF_DPDATA
 from deepmd_ema.data.check_cache import recall_or_find
-from deepmd_ema.data.formats.properties import StoredFrame, make_frame
+from deepmd_ema.data.formats.properties import (
+    StoredFrame,
+    make_frame,
+    refuse_other_units,
+)
 from deepmd_ema.data.formats.stores import is_there, readable_as
 from deepmd_ema.data.formats.system import type_table
 from deepmd_ema.data.source import (
@@ -130,6 +134,7 @@ class _Store:
             raise DataError(
                 f"there is no record {key}. Was the data set written completely?"
             )
+        refuse_other_units("", record)
         arrays = {_NAME_OF.get(name, name): value for name, value in record.items()}
         absent = {
             name.removeprefix("find_")
@@ -230,6 +235,7 @@ def open_lmdb(path: Path, spec: ReadSpec) -> LmdbFile:
             f"{place}, expected a format of whole numbers with at most 99 digits such as 012d."
         )
     store.key_format = key_format
+    refuse_other_units(f"{path}/{_META}: ", meta)
     num_types = len(names if names is not None else spec.type_map)
     num_frames = meta["nframes"]
     options = [

@@ -37,7 +37,7 @@ from deepmd_ema.data.units import (
     stated_factor,
     stated_system,
 )
-from deepmd_ema.errors import DataError
+from deepmd_ema.errors import DataError, collect_problems
 from deepmd_ema.geometry import Array
 from deepmd_ema.text import counted, did_you_mean, first_few, show_text
 
@@ -530,6 +530,34 @@ def stated_units(per_frame: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
                 "energy_unit, forces_unit, length_unit, NAME_unit of an array, or units of all."
             )
     return stated
+
+
+def refuse_other_units(place: str, entries: Mapping[str, Any], name: str = "") -> None:
+    """Check that units are those of ``config.labels``, in formats whose numbers are not converted.
+
+    Args:
+        place: of the entries, for messages.
+        entries: attributes of a file, of a group, or of an array, or a record of a frame.
+        name: of the array.
+
+    Raises:
+        DataError: if a unit is another one, or not known.
+    """
+    units = {
+        f"{name}_{key}".strip("_"): " ".join(np.ravel(value).astype(str))
+        for key, value in entries.items()
+        if "unit" in key.lower()
+    }
+    problems = list[str]()
+    with collect_problems(problems, place):
+        stating = {name: "", **units}
+        # a unit of all numbers is that of energies, too
+        quantities = [what or ENERGY for what in stated_units(stating)]
+        factors = unit_factors(stating, dict(zip(quantities, quantities)))
+        if {*factors.values()} - {1}:
+            shown = ", ".join(map(" = ".join, units.items()))
+            raise DataError(f"{shown}: expected eV and angstrom. Convert the numbers.")
+    DataError.raise_if_any(problems)
 
 
 def unit_factors(

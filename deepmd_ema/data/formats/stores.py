@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from deepmd_ema.data.formats.properties import refuse_other_units
 from deepmd_ema.errors import DataError
 from deepmd_ema.geometry import Array
 from deepmd_ema.text import first_few
@@ -187,10 +188,7 @@ class Hdf5Store:
         if dataset is None:
             return None
         with _readable_hdf5(f"{self.name}/{file}"):
-            values = np.atleast_1d(dataset[()]).ravel().tolist()
-            return " ".join(
-                v.decode() if isinstance(v, bytes) else str(v) for v in values
-            ).split()
+            return " ".join(np.ravel(dataset[()]).astype(str)).split()
 
     def close(self) -> None:
         """Close the file, with all its groups; another program may write it then."""
@@ -274,6 +272,7 @@ class Hdf5Store:
         if not hasattr(item, "shape"):
             raise DataError(f"{name}: is a group, expected a dataset.")
         with _readable_hdf5(name):
+            refuse_other_units(f"{name}: ", item.attrs, Path(file).stem)
             if item.shape is not None and (
                 not math.prod(item.shape) or item.is_virtual
             ):
@@ -497,6 +496,8 @@ def hdf5_stores(file: Path, group: str) -> list[Hdf5Store]:
                 groups.update({name: item}) if isinstance(item, h5py.Group) else None
             )
         )
+        for entry in (root, *groups.values()):
+            refuse_other_units(f"{file}#{entry.name}: ", entry.attrs)
         # a link that leads nowhere counts: it is reported when it is read
         systems = sorted(
             (name, group)
