@@ -430,6 +430,7 @@ def check_task(
     descriptor = task.model.descriptor
     bridging = task.model.bridging
     deciding = config.deciding_metrics(task) if config.fully_validated else {}
+    is_alone = sum(other.is_validated for other in config.tasks.values()) == 1
     chosen = task.data.training_data.min_pair_dist
     weights = WEIGHTS if task.data.training_data.frame_weights else ()
     # frames in which atoms are closer than a larger min_pair_dist are left out
@@ -452,7 +453,7 @@ def check_task(
         )
         in_task = [*_task_findings(task, data, report)]
         if deciding:
-            in_task += _unknown_errors(task, deciding, report)
+            in_task += _unknown_errors(task, deciding, report, is_alone)
         findings = [*with_task(task.name, in_task)]
         first = [*with_severity(ERROR, findings), *with_severity(WARNING, findings)]
         report.findings = [*first, *report.findings, *with_severity(NOTE, findings)]
@@ -468,7 +469,7 @@ def check_task(
         "parts": _parts(sources),
         "validation": [len(data.valid), len(data.test)],
         "labels": [*task.labels, *weights],
-        "deciding": deciding,
+        "deciding": [deciding, is_alone],
         "min_pair_dist": [least, chosen],
     }
     stored = recall_or_find(
@@ -570,29 +571,48 @@ def _task_findings(
 
 
 def _unknown_errors(
-    task: TaskConfig, deciding: Mapping[str, Metric], report: DataReport
+    task: TaskConfig,
+    deciding: Mapping[str, Metric],
+    report: DataReport,
+    is_alone: bool,
 ) -> Iterator[Finding]:
-    """Yield findings about metrics that choose weights and of which no frame has a label."""
-    label_of = {
-        error.metric: label
-        for label in task.model.fitting_net.labels
-        for error in LABELS[label].errors
-    }
-    labelled = {name for scan in report.validation for name in scan.label_frames}
+    """Yield findings about metrics that choose weights and of which no frame has a label.
+
+    Args:
+        task: whose metrics.
+        deciding: metrics by option.
+        report: of its data.
+        is_alone: whether no other task has validation data, whose errors count as well.
+    """
+    label_of = dict[str, str]()
+    measured = set[str]()  # letters of the errors that are numbers
+    for label in task.model.fitting_net.labels:
+        for quantity in LABELS[label].errors:
+            # open frames have no volume, and so no stress
+            needs_cell = quantity.per == "volume"
+            label_of[quantity.metric] = f"{label} and a cell" if needs_cell else label
+            if any(
+                label in scan.label_frames
+                and not (needs_cell and scan.open_frames == scan.system.num_frames)
+                for scan in report.validation
+            ):
+                measured.add(quantity.metric)
     for option, metric in deciding.items() if report.validation else ():
-        label = label_of[metric.quantity]
-        if label in labelled:
+        if metric.quantity in measured:
             continue
-        ends = option.endswith("early_stop")
-        effect = "would end the run" if ends else "chooses no best weights"
+        is_error = False
+        effect = "chooses no best weights"
+        if option.endswith("early_stop"):
+            is_error = is_alone
+            effect = "would end the run" if is_alone else "does not count"
         choices = [
             f"{letter}:{metric.error}"
             for letter in task.model.fitting_net.metrics
-            if label_of[letter] in labelled
+            if letter in measured
         ]
-        yield (error if ends and not task.name else warning)(
+        yield (error if is_error else warning)(
             option,
-            f": no validation frame has {label}, so that {metric} {effect}. "
+            f": no validation frame has {label_of[metric.quantity]}, so that {metric} {effect}. "
             f"Choose {' or '.join(choices) or 'other validation data'}.",
         )
 

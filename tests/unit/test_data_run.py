@@ -204,6 +204,61 @@ def test_a_metric_that_chooses_weights_has_labels_in_the_validation_data(
     assert not checked(config_from_dict(split))[2].problems
 
 
+@pytest.mark.parametrize(
+    ("open_frames", "metric"), [(True, "S"), (True, "V"), (False, "S")]
+)
+def test_a_metric_of_stress_has_validation_frames_with_a_cell(
+    tmp_path, open_frames, metric
+):
+    train = write_system(tmp_path / "t", frames=4, natoms=6)
+    valid = write_system(tmp_path / "v", frames=4, natoms=6)
+    np.save(valid / "set.000" / "weight.npy", np.zeros(4))  # counts in training only
+    if open_frames:
+        (valid / "nopbc").touch()
+    validating = {
+        "full_validation": True,
+        "validation_metric": f"{metric}:MAE",
+        "early_stop": EARLY_STOP,
+    }
+    values = tiny_input(
+        [train],
+        [valid],
+        validating=validating,
+        training__training_data__frame_weights=True,
+    )
+    *_, report = checked(config_from_dict(values))
+    named = [text for text in report.problems if "validating.early_stop" in text]
+    expected = []
+    if open_frames and metric == "S":
+        expected = [
+            "validating.early_stop: no validation frame has virial and a cell, so that S:MAE would "
+            "end the run. Choose E:MAE or F:MAE or V:MAE."
+        ]
+    assert named == expected
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_early_stop_of_tasks_is_an_error_where_no_other_task_is_validated(
+    tmp_path, alone
+):
+    folder = write_data(tmp_path)
+    for file in (folder / "water2").rglob("energy.npy"):
+        file.unlink()
+    values = input_of_two_tasks(folder)
+    values["validating"] |= {"validation_metric": "E:MAE", "early_stop": EARLY_STOP}
+    if alone:
+        del values["training"]["data_dict"]["salt"]["validation_data"]
+    config = config_from_dict(values)
+    data = open_run(config)
+    report = check_task(config, "water", data["water"])
+    start = "task water: validating.early_stop: no validation frame has energy, so that E:MAE"
+    texts = report.problems if alone else report.warnings
+    [text] = [text for text in texts if "early_stop" in text]
+    effect = "would end the run" if alone else "does not count"
+    assert text == f"{start} {effect}. Choose F:MAE or V:MAE or S:MAE."
+    assert not [text for text in report.problems if "early_stop" in text and not alone]
+
+
 @pytest.mark.parametrize("pref_atomic", [0.0, 1.0])
 def test_elements_without_tensors_are_named_if_the_loss_learns_the_tensors(
     tmp_path, pref_atomic
