@@ -200,7 +200,7 @@ def electronic_steps(number, last_change):
     """Return the lines that VASP writes about the electronic steps of an ionic step."""
     changes = [0.5] * (number - 1) + [last_change]
     return "".join(
-        f"--- Iteration 1({k: 4d})  ---\n total energy-change (2. order) :{change:.7E}  "
+        f"--- Iteration 1({k: 4d})  ---\n total energy-change (2. order) :{change: .7E}  "
         "(-0.1E-07)\n"
         for k, change in enumerate(changes, 1)
     )

@@ -81,7 +81,7 @@ _GAUSSIAN_EVENT = re.compile(
 # FREE ENERGIE closes an ionic step; "ML FREE ENERGIE" is the step of a machine-learned potential
 _VASP_EVENT = re.compile(
     rb"Iteration +\d+\( *(?P<step>\d+)\)"
-    rb"|energy-change \(2\. order\) *:(?P<change>[^\s(]+) *\((?P<eigenvalues>[^\s)]+)\)"
+    rb"|energy-change \(2\. order\) *: *(?P<change>[^\s(]+) *\( *(?P<eigenvalues>[^\s)]+)\)"
     rb"|NELM +=(?P<most> *\d+)|EDIFF +=(?P<limit> *\S+)"
     rb"|(?P<reached>aborting loop because EDIFF is reached)"
     rb"|(?P<frame>(?<!ML )FREE ENERGIE OF THE ION-ELECTRON SYSTEM)"
