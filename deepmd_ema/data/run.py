@@ -585,32 +585,27 @@ def _unknown_errors(
         is_alone: whether no other task has validation data, whose errors count as well.
     """
     label_of = dict[str, str]()
-    measured = set[str]()  # letters of the errors that are numbers
+    measured = list[str]()  # letters of the errors that are numbers
     for label in task.model.fitting_net.labels:
         for quantity in LABELS[label].errors:
             # open frames have no volume, and so no stress
             needs_cell = quantity.per == "volume"
             label_of[quantity.metric] = f"{label} and a cell" if needs_cell else label
-            if any(
+            if quantity.metric and any(
                 label in scan.label_frames
                 and not (needs_cell and scan.open_frames == scan.system.num_frames)
                 for scan in report.validation
             ):
-                measured.add(quantity.metric)
+                measured.append(quantity.metric)
     for option, metric in deciding.items() if report.validation else ():
         if metric.quantity in measured:
             continue
-        is_error = False
-        effect = "chooses no best weights"
-        if option.endswith("early_stop"):
-            is_error = is_alone
-            effect = "would end the run" if is_alone else "does not count"
-        choices = [
-            f"{letter}:{metric.error}"
-            for letter in task.model.fitting_net.metrics
-            if letter in measured
-        ]
-        yield (error if is_error else warning)(
+        stops = option.endswith("early_stop")
+        effect = "does not count" if stops else "chooses no best weights"
+        if stops and is_alone:
+            effect = "would end the run"
+        choices = [f"{letter}:{metric.error}" for letter in measured]
+        yield (error if stops and is_alone else warning)(
             option,
             f": no validation frame has {label_of[metric.quantity]}, so that {metric} {effect}. "
             f"Choose {' or '.join(choices) or 'other validation data'}.",
