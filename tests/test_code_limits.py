@@ -90,7 +90,7 @@ MAX_TOKENS = {
     "averaging": 7_270,
     "checkpoint": 7_570,
     "cli": 9_620,
-    "commands": 32_830,  # init --finetune refuses what does not fit, in place of check
+    "commands": 32_840,  # init --finetune refuses what does not fit; rates by length
     "config": 39_920,
     "data": 57_000,  # metrics that choose weights, jobs and arrays that are left out, units
     "distributed": 6_240,

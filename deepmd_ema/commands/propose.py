@@ -179,11 +179,10 @@ class Proposal:
         steps = wishes.steps or recipe.options["steps"]
         validations = _number_of_validations(steps, data)
         window = _average_window(steps)
-        start_lr = recipe.options["start_lr"]
+        full_rate = recipe.options["start_lr"]
+        start_lr = float(f"{full_rate * min(1, math.sqrt(_FULL_RATE / steps)):.2g}")
         # vectors keep their rate, start_lr / lr_adjust
-        vector_lr = start_lr / recipe.options["lr_adjust"]
-        start_lr = float(f"{start_lr * min(1.0, math.sqrt(_FULL_RATE / steps)):.2g}")
-        lr_adjust = _rounded(start_lr / vector_lr)
+        lr_adjust = _rounded(recipe.options["lr_adjust"] * start_lr / full_rate)
         if source is None:
             model = {
                 "type_map": list(wishes.type_map or ()),

@@ -527,7 +527,7 @@ def end_table(trainer: Trainer, trained: TrainedRun, steps: int) -> list[str]:
 
     # Commands: to continue, and for the model of the run, that of an average if there is one; the
     # averaged point of a schedule-free optimizer is the model that it trains. The best file comes
-    # before where errors have risen since, as they do when few frames are learned by heart.
+    # before later weights: errors rise again where few frames are learned by heart.
     pairs.append(
         ("continue", restart_command(trainer) if trainer.is_out_of_time else "")
     )
@@ -538,9 +538,8 @@ def end_table(trainer: Trainer, trained: TrainedRun, steps: int) -> list[str]:
     ]
     weights = [*trained_points, *averages, LIVE][0]
     model = averages.get(weights, trained.checkpoint)
-    is_validated = trainer.reporter.validated_step == trainer.step
     # best files have the bias from before it was fitted again
-    if is_validated and not config.training.change_bias_after_training:
+    if not config.training.change_bias_after_training:
         for best in trainer.validator.best_weights():
             if best.row.key == (weights, "") and best.step < trainer.step:
                 model = best.file
