@@ -92,7 +92,7 @@ MAX_TOKENS = {
     "cli": 9_620,
     "commands": 32_840,  # init --finetune refuses what does not fit; rates by length
     "config": 39_920,
-    "data": 57_000,  # metrics that choose weights, jobs and arrays that are left out, units
+    "data": 57_450,  # metrics that choose weights, what is left out, forces and order by bonds
     "distributed": 6_240,
     "infer": 12_400,
     "interop": 20_140,

@@ -458,6 +458,20 @@ OTHER_SYSTEMS = [
     ((12, 12, 12), 0, 1 / HARTREE, 1, " eV/atom as in Hartree, expected -5."),
     ((12, 7, 11, 12), -150, 1 / HARTREE, 1, " eV/atom as in Hartree, expected -15"),
     ((12, 12, 12), 0, 23.060548, 23.060548, " eV/atom as in kcal/mol, expected -5."),
+    (
+        (12, 12, 8),
+        0,
+        1 / 8,
+        1,
+        " eV/atom as if its energies were per atom, expected -5",
+    ),
+    (
+        (96, 96, 96),
+        0,
+        1 / 96,
+        1,
+        " eV/atom as if its energies were per atom or as if the others were in kJ/mol, expected",
+    ),
 ]
 
 
@@ -494,6 +508,13 @@ def test_a_system_of_another_unit_or_code_is_named(
         if "do not fit the energies per element" in line
     ]
     assert f"of the others: {odd} (" in beside
+
+
+def test_energies_of_small_systems_are_not_compared_with_energies_per_atom(tmp_path):
+    """A third of the energy is left where a molecule is broken."""
+    systems = [write_system(tmp_path / str(k), seed=k, natoms=7) for k in range(3)]
+    edit(systems[2] / "set.000" / "energy.npy", lambda e: np.multiply(e, 1 / 7, out=e))
+    assert not [line for line in check(systems).warnings if "per atom" in line]
 
 
 def test_of_many_systems_of_another_code_some_are_named(tmp_path):

@@ -315,6 +315,70 @@ def test_types_in_another_order_than_the_positions_are_reported(order, names, wo
     assert words in "; ".join(texts)
 
 
+def stored_water(path, name, num, change=lambda force: force):
+    """Copy frames of the example to a system with other forces, and return its path."""
+    shutil.copytree(EXAMPLES / "water" / "data" / name, path)
+    for file in path.glob("set.000/*.npy"):
+        array = np.load(file)[:num]
+        np.save(file, change(array) if file.stem == "force" else array)
+    return path
+
+
+@pytest.mark.usefixtures("real_radii")
+@pytest.mark.parametrize(
+    ("factor", "words"),
+    [
+        (BOHR / HARTREE, "as in Hartree/bohr"),
+        (KCAL, "as in kcal/mol/angstrom"),
+        (-1, "with the wrong sign"),
+        (1.5, ""),
+        (2, ""),
+        (0.5, ""),
+    ],
+)
+def test_forces_of_a_system_are_compared_by_force_constants_of_bonds(
+    tmp_path, factor, words
+):
+    """Each passed with "No warnings": no frames of these systems are near each other."""
+    kelvin = (300, 350, 400)
+    changes = [lambda force: factor * force, lambda force: force, lambda force: force]
+    odd, *others = [
+        stored_water(tmp_path / str(k), f"train_{k}K", 16, change)
+        for k, change in zip(kelvin, changes)
+    ]
+    reported = [
+        line for line in report_of(odd, *others).warnings if "force constant" in line
+    ]
+    if not words:
+        assert reported == []
+        return
+    [warning] = reported
+    numbers = (
+        rf"{odd}: the forces are {words}: by them bonds of O and H have a force constant of "
+        r"(\S+) eV/angstrom\^2, the median of 3 systems is (\S+)\. Expected eV/angstrom in all "
+    )
+    constant, usual = map(float, re.match(numbers, warning).groups())
+    assert 30 < usual < 60
+    assert constant / usual == pytest.approx(factor, rel=0.15)
+    # between two systems neither is known to be right
+    assert not any("constant" in line for line in report_of(odd, others[0]).warnings)
+
+
+@pytest.mark.usefixtures("real_radii")
+def test_forces_that_lengths_of_bonds_do_not_explain_are_not_compared(tmp_path):
+    """Relaxed structures have small forces of any direction."""
+    rng = np.random.default_rng(7)
+    systems = [
+        stored_water(
+            tmp_path / name, name, 16, lambda force: rng.normal(0, 0.014, force.shape)
+        )
+        if name == "train_300K"
+        else stored_water(tmp_path / name, name, 16)
+        for name in ("train_300K", "train_350K", "train_400K")
+    ]
+    assert not any("force constant" in line for line in report_of(*systems).warnings)
+
+
 @pytest.mark.usefixtures("real_radii")
 def test_a_warning_of_types_names_system_distance_and_atoms(tmp_path):
     frames = water_frames(20)

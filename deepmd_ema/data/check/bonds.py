@@ -78,12 +78,14 @@ class Neighbor(NamedTuple):
         distance: in the unit of the positions, angstrom if it is right.
         i: the atom.
         j: its neighbor.
+        vector: (3,) from the atom to its neighbor.
     """
 
     ratio: float
     distance: float
     i: int
     j: int
+    vector: Array
 
 
 class Bond(NamedTuple):
@@ -93,6 +95,7 @@ class Bond(NamedTuple):
     distance: float
     i: int
     j: int
+    vector: Array
     frame: Frame
 
     def describe(self, type_map: Sequence[str]) -> str:
@@ -221,12 +224,13 @@ def nearest_neighbors(coord: Array, box: Array | None, radii: Array) -> list[Nei
     i = np.concatenate([pairs.i, pairs.j])
     j = np.concatenate([pairs.j, pairs.i])
     distance = np.tile(pairs.distance, 2)
+    vector = np.concatenate([pairs.vector, -pairs.vector])
     ratio = np.tile(ratio, 2)
     # pairs of an atom and its own image are no bonds
     order = np.lexsort((ratio, i))
     order = order[np.isfinite(ratio[order]) & (i[order] != j[order])]
     first = order[np.unique(i[order], return_index=True)[1]]
     return [
-        Neighbor(float(ratio[k]), float(distance[k]), int(i[k]), int(j[k]))
+        Neighbor(float(ratio[k]), float(distance[k]), int(i[k]), int(j[k]), vector[k])
         for k in first
     ]

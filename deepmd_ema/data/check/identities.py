@@ -48,7 +48,7 @@ ENERGY_UNITS = {
     "kJ/mol": _KJ,
     "meV": 1e3,
 }
-_FORCES = {
+FORCE_UNITS = {
     "Hartree/bohr": BOHR / HARTREE,
     "Rydberg/bohr": 2 * BOHR / HARTREE,
     "kcal/mol/angstrom": _KCAL,
@@ -389,9 +389,13 @@ def _judge_ratios(
         if boxes
         else {}
     )
-    by_force = _rounded(by_force)
-    by_virial = _rounded(by_virial)
-    between = _rounded(between)
+    # exactly 1 or -1 where a ratio is near one of these
+    by_force, by_virial = (
+        ratio and (math.copysign(1.0, ratio) if _is_one(abs(ratio)) else ratio)
+        for ratio in (by_force, by_virial)
+    )
+    if between and _is_one(abs(between)):
+        between = math.copysign(1.0, between)
     # two of the ratios determine the third
     if by_force and between:
         by_virial = by_force / between
@@ -415,11 +419,6 @@ def _judge_ratios(
     return [text], verified
 
 
-def _rounded(ratio: float | None) -> float | None:
-    """Return a ratio, and exactly 1 or -1 where it is near one of these."""
-    return ratio and (math.copysign(1.0, ratio) if _is_one(abs(ratio)) else ratio)
-
-
 def _is_one(ratio: float | None) -> bool:
     return ratio is not None and 1 / _SAME < ratio < _SAME
 
@@ -432,7 +431,7 @@ def _explain(ratios: Sequence[float | None], virials: Mapping[str, float]) -> st
         virials: units of virials, and the number that 1 eV is in each.
     """
     # factors of the quantities that are in another unit, by the text of the explanation
-    units = {"energies": ENERGY_UNITS, "forces": _FORCES, "virials": virials}
+    units = {"energies": ENERGY_UNITS, "forces": FORCE_UNITS, "virials": virials}
     options = {
         "the forces have the wrong sign (gradients instead of forces)": {"forces": -1.0}
     }
@@ -450,7 +449,7 @@ def _explain(ratios: Sequence[float | None], virials: Mapping[str, float]) -> st
         f"the lengths look like {name}": {"lengths": factor}
         for factor, name in _LENGTHS.items()
     }
-    for (a, x), (b, y) in product(ENERGY_UNITS.items(), _FORCES.items()):
+    for (a, x), (b, y) in product(ENERGY_UNITS.items(), FORCE_UNITS.items()):
         if b.startswith(a):
             options[f"the energies and forces look like {a} and {b}"] = {
                 "energies": x,

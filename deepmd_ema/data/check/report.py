@@ -26,6 +26,7 @@ from deepmd_ema.data.check.suspects import (
     force_outliers,
     name_of,
     net_forces,
+    odd_forces,
     placeholders,
     shifted_systems,
     zero_forces,
@@ -250,6 +251,7 @@ def check_systems(
     if not any(scan.faults for scan in every):
         report.units = judge_units(every, type_map)
         findings += report.units.findings()
+        findings += odd_forces(every, type_map)
     for finding in findings:
         # errors and notes name files, which show the task that they belong to
         is_warning = finding.severity == WARNING

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
@@ -16,8 +15,12 @@ from deepmd_ema.config.labels import (
     LABELS,
     VIRIAL,
 )
-from deepmd_ema.data.check.bonds import COVALENT_RADII
-from deepmd_ema.data.check.identities import ENERGY_UNITS
+from deepmd_ema.data.check.bonds import (
+    COVALENT_RADII,
+    bonds_by_elements,
+    nearest_bonds,
+)
+from deepmd_ema.data.check.identities import ENERGY_UNITS, FORCE_UNITS
 from deepmd_ema.data.check.scan import SystemScan
 from deepmd_ema.data.source import Frame, FrameSource, evenly_spaced
 from deepmd_ema.errors import DataError
@@ -37,13 +40,26 @@ FAR_ENERGY = 1.0  # eV/atom; a larger residual is one
 # atoms that repel each other have forces that lead to a minimum within about an angstrom.
 _FAR_SYSTEM = 20.0  # eV/atom, difference of medians of systems
 _NEAR_MINIMUM = 1.0  # angstrom
-# ratio to the factor of a unit that is named: energies of systems of one composition are nearer
-_NEAR_UNIT = 1.05
+# share to the factor of a unit that is named: energies of systems of one composition are nearer
+_NEAR_UNIT = 0.05
 _IN_UNITS = {f" as in {unit}": number for unit, number in ENERGY_UNITS.items()}
 _IN_UNITS |= {
     f" as if the others were in {unit}": 1 / number
     for unit, number in ENERGY_UNITS.items()
 }
+_MIN_ATOMS = 8  # of a system whose energies are compared with energies per atom
+# Force constants of bonds of the same elements: in right data they differ by a factor of 1.1 in O-H
+# from 300 to 500 K, and of up to 3.2 in Au-Au of slabs with small and large displacements. The
+# least factor of a unit is 23.
+_NEAR_CONSTANT = 0.25  # share to the factor of a unit
+_SAME_CONSTANT = 0.5  # share to the median, of most systems
+_MIN_LIKE = 2 / 3  # share of the systems that must be near the median
+_MIN_BONDS = 24
+_NUM_BONDED = 16  # frames of a system in which bonds are searched
+_MAX_SYSTEMS = 40  # in which they are
+# Least share of the squares of forces that the lengths of bonds explain: it is 0.84 to 0.92 in O-H
+# and C-H, 0 to 0.9 in metals, and at most 0.4 in right data where longer bonds have larger forces.
+_MIN_EXPLAINED = 0.64
 OUTLIER_FORCE = 15.0  # eV/angstrom, of the largest component
 OUTLIER_FACTOR = 30.0  # ratio to the median of the system
 # distance in sums of covalent radii within which atoms repel each other, and the power with which
@@ -297,17 +313,17 @@ def shifted_systems(
         )
         expected = energy - shift
         forces = scan.force_rms[np.isfinite(scan.force_rms)]
-        size = float(np.median(forces)) if len(forces) else 0.0
-        # the unit whose factor is nearest to the ratio of the energies, if it is near
-        unit = ""
-        if abs(shift) > FAR_ENERGY and energy * expected > 0:
-            distances = {
-                text: abs(math.log(energy / expected / ratio))
-                for text, ratio in _IN_UNITS.items()
-            }
-            nearest = min(distances, key=lambda text: distances[text])
-            if distances[nearest] < math.log(_NEAR_UNIT):
-                unit = nearest
+        size = np.median([*forces] or 0.0)
+        num_atoms = np.median(scan.type_counts.sum(axis=1))
+        # of 96 atoms 1 / (kJ/mol), too: what is more likely is named first; 0 is near to nothing
+        per_atom = (num_atoms >= _MIN_ATOMS) / num_atoms
+        factors = {" as if its energies were per atom": per_atom, **_IN_UNITS}
+        unit = " or".join(
+            text
+            for text, factor in factors.items()
+            if abs(shift) > FAR_ENERGY
+            and abs(energy - factor * expected) < _NEAR_UNIT * abs(energy)
+        )
         if unit or abs(shift) > _FAR_SYSTEM + _NEAR_MINIMUM * size:
             name = scan.system.whole.name
             texts[name] = (
@@ -315,12 +331,62 @@ def shifted_systems(
                 f"{size:.3g} eV/angstrom)"
             )
     if texts:
-        systems = first_few(list(texts.values()), _MAX_NAMES)
         yield warning(
             "",
             f"the energies of {counted(len(texts), 'system')} do not fit the energies per element "
-            f"of the others: {systems}. Expected eV, and one code and method, in all systems.",
+            f"of the others: {first_few(list(texts.values()), _MAX_NAMES)}. "
+            "Expected eV, and one code and method, in all systems.",
         )
+
+
+def odd_forces(
+    scans: Sequence[SystemScan], type_map: Sequence[str]
+) -> Iterator[Finding]:
+    """Yield warnings about systems whose forces have another unit or sign than those of others.
+
+    Longer bonds pull their atoms together, with a force constant that depends on the elements, and
+    hardly on the temperature. It is compared where the lengths of bonds explain the forces.
+
+    Args:
+        scans: the systems, without faults.
+        type_map: the model's elements.
+    """
+    # force constants of systems, eV/angstrom^2, by types of both atoms
+    constants: dict[tuple[int, int], dict[str, float]] = {}
+    for scan in (scans[k] for k in even_places(len(scans), _MAX_SYSTEMS)):
+        system = scan.system
+        frames = map(system.frame, even_places(system.num_frames, _NUM_BONDED))
+        every = nearest_bonds([f for f in frames if FORCE in f.labels], type_map)
+        for types, bonds in bonds_by_elements(every).items():
+            if len(bonds) < _MIN_BONDS:
+                continue
+            length = np.array([bond.distance for bond in bonds])
+            work = [
+                np.diff(b.frame.labels[FORCE].reshape(-1, 3)[[b.i, b.j]], axis=0)
+                @ b.vector
+                for b in bonds
+            ]
+            push = np.concatenate(work) / np.maximum(length, _MIN_CONTACT) / 2
+            (square, common), (_, size) = np.cov(length, push)
+            if common**2 > _MIN_EXPLAINED * square * size:
+                constants.setdefault(types, {})[system.whole.name] = -common / square
+    factors = {"with the wrong sign": -1.0}
+    factors |= {f"as in {unit}": number for unit, number in FORCE_UNITS.items()}
+    for (a, b), by_name in constants.items():
+        values = np.array(list(by_name.values()))
+        usual = np.median(values)
+        if (abs(values - usual) < _SAME_CONSTANT * abs(usual)).mean() < _MIN_LIKE:
+            continue
+        for name, constant in by_name.items():
+            for text, factor in factors.items():
+                if abs(constant - factor * usual) < _NEAR_CONSTANT * abs(constant):
+                    yield warning(
+                        name,
+                        f": the forces are {text}: by them bonds of {type_map[a]} and "
+                        f"{type_map[b]} have a force constant of {constant:.3g} eV/angstrom^2, the "
+                        f"median of {len(values)} systems is {usual:.3g}. Expected eV/angstrom in "
+                        "all systems.",
+                    )
 
 
 def energy_outliers(
