@@ -379,6 +379,72 @@ def test_forces_that_lengths_of_bonds_do_not_explain_are_not_compared(tmp_path):
     assert not any("force constant" in line for line in report_of(*systems).warnings)
 
 
+def permuted(frame, rng):
+    return replace(frame, coord=rng.permutation(frame.coord))
+
+
+def pressed(frame, _):
+    """Return a frame with hydrogen atoms between oxygen atoms, as ice has them under pressure."""
+    chain = 1.1 * np.arange(12)[:, None] * [[1.0, 0, 0]]
+    return replace(
+        frame,
+        coord=chain[[0, 1, 3, 2, 5, 7, 4, 9, 11, 6, 8, 10]],
+        box=np.diag([13.2, 4.0, 4.0]),
+    )
+
+
+@pytest.mark.usefixtures("real_radii")
+@pytest.mark.parametrize(("change", "is_named"), [(permuted, True), (pressed, False)])
+def test_positions_in_another_order_in_some_frames_are_reported_with_the_frames(
+    tmp_path, change, is_named
+):
+    """A median over eight frames was "lengths verified", with 20 of 72 in another order."""
+    rng = np.random.default_rng(2)
+    frames = water_frames(40)
+    for k in (5, 17, 30):
+        frames[k] = change(frames[k], rng)
+    path = stored(tmp_path / "s", frames)
+    report = report_of(path)
+    reported = [line for line in report.warnings if "two or more neighbors" in line]
+    assert report.units.verified["lengths"] == (not is_named)
+    assert len(reported) == is_named
+    if is_named:
+        assert reported[0].startswith(
+            f"{path}: of 40 frames 3 (5, 17, 30) have hydrogen atoms, more than 20 % of them, "
+            "which have two or more neighbors within 1.12 angstrom, expected one bond. Expected "
+            "types in the order of the positions"
+        )
+
+
+@pytest.mark.usefixtures("real_radii")
+@pytest.mark.parametrize(("number", "is_named"), [(40, True), (39, False)])
+def test_two_atoms_in_each_others_places_are_reported_if_they_are_in_all_frames(
+    number, is_named
+):
+    """One atom of twenty molecules hardly changes the share of a frame."""
+    frames = []
+    for frame in water_frames(40):
+        sites = [frame.coord + np.array([0, 0, 4.0 * k]) for k in range(6)]
+        large = replace(
+            frame,
+            coord=np.concatenate(sites),
+            atom_type=np.tile(frame.atom_type, 6),
+            box=np.diag([6.2, 6.2, 24.0]),
+        )
+        if len(frames) < number:
+            large.coord[[0, 1]] = large.coord[[1, 0]]
+        frames.append(large)
+    texts = misplaced_types(frames, ["O", "H"])
+    assert (
+        texts
+        == [
+            "2 % of the hydrogen atoms of a frame (the median of 40) have two or more neighbors "
+            "within 1.12 angstrom, expected one bond"
+        ]
+        * is_named
+    )
+
+
 @pytest.mark.usefixtures("real_radii")
 def test_a_warning_of_types_names_system_distance_and_atoms(tmp_path):
     frames = water_frames(20)

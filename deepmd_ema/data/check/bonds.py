@@ -13,6 +13,8 @@ from deepmd_ema.config.labels import FORCE
 from deepmd_ema.data.source import Frame
 from deepmd_ema.errors import DataError
 from deepmd_ema.geometry import Array, find_pairs_once
+from deepmd_ema.text import first_few
+from deepmd_ema.utils import even_places
 
 SHORT, LONG = (
     0.65,
@@ -49,6 +51,12 @@ _NONMETALS = {
 # and one that moves from a molecule of water to another is 1.2 from both
 _REACH_OF_HYDROGEN = 1.12
 _MAX_BRIDGES = 0.05  # share of the hydrogen atoms of a median frame that have two bonds
+# Frames with positions in another order, where the median frame has none with two bonds: larger
+# share, and the number of pairs over that of the median frame. It is 1 in
+# another order, and 2 in ice under pressure, whose hydrogen atoms are between two others.
+_ODD_BRIDGES = 0.2
+_SAME_PAIRS = 1.1
+_NUM_SEARCHED = 8  # frames in which nearest neighbors are searched
 _NOBLE = {"He", "Ne", "Ar", "Kr", "Xe", "Rn"}  # they have no bonds
 MAX_SEARCHED = 15_000  # atoms of a frame whose nearest neighbors are searched
 # pairs of such a frame: the cutoff is lowered to find about this number, which is more than twice
@@ -113,8 +121,9 @@ def misplaced_types(frames: Sequence[Frame], type_map: Sequence[str]) -> list[st
     several = [f for f in frames if f.num_atoms > 2 and np.ptp(f.atom_type) > 0]
     if len(several) < _MIN_FRAMES:
         return []
+    searched = [several[k] for k in even_places(len(several), _NUM_SEARCHED)]
     texts = list[str]()
-    for types, bonds in bonds_by_elements(nearest_bonds(several, type_map)).items():
+    for types, bonds in bonds_by_elements(nearest_bonds(searched, type_map)).items():
         names = [type_map[t] for t in types]
         middle = bonds[len(bonds) // 2]
         if not 0 < middle.ratio < _MIN_BOND or not _NONMETALS.issuperset(names):
@@ -131,16 +140,15 @@ def misplaced_types(frames: Sequence[Frame], type_map: Sequence[str]) -> list[st
         is_bond = (
             highest < _BOND_SPREAD * lowest and np.median(forces or [0.0]) < _REPULSION
         )
-        if is_bond and 2 * number > len(several):
-            sizes = COVALENT_RADII[names[0]] + COVALENT_RADII[names[1]]
+        if is_bond and 2 * number > len(searched):
             texts.append(
                 f"nearest neighbors {' and '.join(names)} are {middle.distance:.3g} angstrom apart "
-                f"in {number} of {len(several)} frames ({middle.describe(type_map)}), expected at "
-                f"least {_MIN_BOND * sizes:.2f}"
+                f"in {number} of {len(searched)} frames ({middle.describe(type_map)}), expected at "
+                f"least {_MIN_BOND * middle.distance / middle.ratio:.2f}"
             )
     # types in another order also give hydrogen atoms the places of heavier ones, which have several
     # neighbors
-    shares = list[float]()
+    bridges = list[tuple[Frame, Array, int]]()  # with the number of pairs
     for frame in several:
         symbols = np.array(type_map)[frame.atom_type]
         if (
@@ -152,14 +160,29 @@ def misplaced_types(frames: Sequence[Frame], type_map: Sequence[str]) -> list[st
             num_near = np.bincount(
                 np.concatenate([near.i, near.j]), minlength=len(symbols)
             )
-            shares.append(float((num_near[symbols == "H"] > 1).mean()))
-    share = float(np.median(shares)) if shares else 0.0
-    if share > _MAX_BRIDGES:
-        texts.append(
-            f"{100 * share:.0f} % of the hydrogen atoms of a frame (the median of {len(shares)}) "
-            f"have two or more neighbors within {_REACH_OF_HYDROGEN} angstrom, expected one bond"
+            bridges.append((frame, num_near[symbols == "H"] > 1, len(near.i)))
+    if not bridges:
+        return texts
+    share, usual = np.median([[b.mean(), n] for _, b, n in bridges], axis=0)
+    odd = [
+        str(frame.source[1])
+        for frame, is_bridge, number in bridges
+        if is_bridge.mean() > _ODD_BRIDGES and number < _SAME_PAIRS * usual
+    ]
+    which = f"{100 * share:.0f} % of the hydrogen atoms of a frame (the median of {len(bridges)})"
+    if odd and not share:
+        which = (
+            f"of {len(bridges)} frames {len(odd)} ({first_few(odd, 3)}) have hydrogen atoms, more "
+            f"than {100 * _ODD_BRIDGES:.0f} % of them, which"
         )
-    return texts
+    # the same atoms in all frames: each has the place of another
+    elif share <= _MAX_BRIDGES and (
+        len(bridges) < _NUM_SEARCHED
+        or not set.intersection(*({*np.flatnonzero(b).tolist()} for _, b, _ in bridges))
+    ):
+        return texts
+    reach = f"have two or more neighbors within {_REACH_OF_HYDROGEN} angstrom, expected one bond"
+    return [*texts, f"{which} {reach}"]
 
 
 def nearest_bonds(frames: Sequence[Frame], type_map: Sequence[str]) -> list[Bond]:

@@ -208,7 +208,7 @@ def judge_units(scans: Sequence[SystemScan], type_map: Sequence[str]) -> UnitRep
         sample = [frames[k] for k in even_places(len(frames), _SEARCHED)]
         lengths = _judge_lengths(sample, type_map)
         # distances in a wrong unit are no bonds of any elements
-        bonds = [] if lengths.texts else misplaced_types(sample, type_map)
+        bonds = [] if lengths.texts else misplaced_types(frames, type_map)
         if bonds:
             report.bonds[name] = bonds
         ratios = ratios_of(frames)
