@@ -15,7 +15,7 @@ from typing import TypeAlias
 import numpy as np
 
 from deepmd_ema.config.labels import APARAM, ENERGY, FORCE, FPARAM, LABELS, WEIGHTS
-from deepmd_ema.data.check.bonds import LONG, SHORT, bond_radii, nearest_neighbors
+from deepmd_ema.data.check.bonds import LONG, SHORT, nearest_bonds
 from deepmd_ema.data.check.suspects import coarse_energies
 from deepmd_ema.data.formats.discover import repeated, selected_elements, split_address
 from deepmd_ema.data.formats.extxyz import XYZ_SUFFIXES, frame_text
@@ -28,7 +28,7 @@ from deepmd_ema.data.formats.properties import (
     labels_of,
 )
 from deepmd_ema.data.formats.system import TYPES
-from deepmd_ema.data.source import BOX, COORD, Chunk, of_atoms
+from deepmd_ema.data.source import BOX, COORD, Chunk, Frame, of_atoms
 from deepmd_ema.data.split import FrameTable, split_frames
 from deepmd_ema.data.units import BOHR, ENERGIES, LENGTHS, quantity_factor
 from deepmd_ema.errors import DataError, UserError, collect_problems
@@ -398,8 +398,8 @@ def _nearest_atoms(stored: Sequence[StoredFrame]) -> float:
     nearest = list[float]()
     for k in even_places(len(stored), _MAX_LOOKED):
         frame = stored[k]
-        neighbors = nearest_neighbors(frame.coord, frame.box, bond_radii(frame.symbols))
-        nearest += [neighbor.ratio for neighbor in neighbors]
+        atoms = Frame(frame.coord, np.arange(len(frame.symbols)), frame.box, {})
+        nearest += [bond.ratio for bond in nearest_bonds([atoms], frame.symbols)]
     return float(np.median(nearest)) if nearest else 1.0
 
 

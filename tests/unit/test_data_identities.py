@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from helpers import open_data, toy_frame, toy_labels
 
+from deepmd_ema.cli.main import main
 from deepmd_ema.data.check.bonds import misplaced_types
 from deepmd_ema.data.check.identities import ratios_of
 from deepmd_ema.data.check.report import check_systems
@@ -328,9 +329,9 @@ def stored_water(path, name, num, change=lambda force: force):
 @pytest.mark.parametrize(
     ("factor", "words"),
     [
-        (BOHR / HARTREE, "as in Hartree/bohr"),
-        (KCAL, "as in kcal/mol/angstrom"),
-        (-1, "with the wrong sign"),
+        (BOHR / HARTREE, "look like Hartree/bohr"),
+        (KCAL, "look like kcal/mol/angstrom"),
+        (-1, "have the wrong sign"),
         (1.5, ""),
         (2, ""),
         (0.5, ""),
@@ -354,14 +355,15 @@ def test_forces_of_a_system_are_compared_by_force_constants_of_bonds(
         return
     [warning] = reported
     numbers = (
-        rf"{odd}: the forces are {words}: by them bonds of O and H have a force constant of "
+        rf"{odd}: the forces {words}: by them bonds of O and H have a force constant of "
         r"(\S+) eV/angstrom\^2, the median of 3 systems is (\S+)\. Expected eV/angstrom in all "
     )
     constant, usual = map(float, re.match(numbers, warning).groups())
     assert 30 < usual < 60
     assert constant / usual == pytest.approx(factor, rel=0.15)
-    # between two systems neither is known to be right
-    assert not any("constant" in line for line in report_of(odd, others[0]).warnings)
+    # between two systems neither is known to be right, and one is no reference for itself
+    for systems in ((odd, others[0]), (odd,)):
+        assert not any("constant" in line for line in report_of(*systems).warnings)
 
 
 @pytest.mark.usefixtures("real_radii")
@@ -393,8 +395,15 @@ def pressed(frame, _):
     )
 
 
+def rattled(frame, rng):
+    return replace(frame, coord=frame.coord + rng.normal(0, 0.3, frame.coord.shape))
+
+
 @pytest.mark.usefixtures("real_radii")
-@pytest.mark.parametrize(("change", "is_named"), [(permuted, True), (pressed, False)])
+@pytest.mark.parametrize(
+    ("change", "is_named"),
+    [(permuted, True), (pressed, False), (rattled, False)],
+)
 def test_positions_in_another_order_in_some_frames_are_reported_with_the_frames(
     tmp_path, change, is_named
 ):
@@ -410,10 +419,24 @@ def test_positions_in_another_order_in_some_frames_are_reported_with_the_frames(
     assert len(reported) == is_named
     if is_named:
         assert reported[0].startswith(
-            f"{path}: of 40 frames 3 (5, 17, 30) have hydrogen atoms, more than 20 % of them, "
-            "which have two or more neighbors within 1.12 angstrom, expected one bond. Expected "
-            "types in the order of the positions"
+            f"{path}: in 3 of 40 frames ({path} frame 5, {path} frame 17, {path} frame 30) more "
+            "than 20 % of the hydrogen atoms have two or more neighbors within 1.12 angstrom, "
+            "expected one bond. Expected types in the order of the positions"
         )
+
+
+@pytest.mark.usefixtures("real_radii")
+def test_a_hydrogen_atom_between_heavier_ones_is_of_a_reaction():
+    """C4H3O of examples/nopbc of DeePMD-kit has 1.05 and 1.09 angstrom in one of 15 frames."""
+    coord = np.array(
+        [[0, 0, 0], [1.05, 0, 0], [2.59, 0, 0], [0, 4, 0], [1.1, 4, 0], [3, 7, 0]]
+    )
+    frame = Frame(coord, np.array([0, 1, 2, 0, 1, 1]), None, {})
+    frames = [frame] * 15
+    near = coord.copy()
+    near[2, 0] = 2.14
+    frames[7] = replace(frame, coord=near)
+    assert misplaced_types(frames, ["C", "H", "O"]) == []
 
 
 @pytest.mark.usefixtures("real_radii")
@@ -625,3 +648,61 @@ def test_atoms_in_one_place_are_reported_and_no_logarithm_of_their_ratios_is_tak
         in report.problems[0]
     )
     assert not [line for line in report.warnings if "lengths" in line]
+
+
+def minus(path, rng):
+    scale_array(path, "force", -1)
+
+
+def in_hartree(path, rng):
+    scale_array(path, "force", 1 / 51.42206747)
+
+
+def in_kcal(path, rng):
+    scale_array(path, "force", KCAL)
+
+
+def per_atom(path, rng):
+    scale_array(path, "energy", 1 / 96)
+
+
+def in_another_order(path, rng):
+    file = path / "set.000" / "coord.npy"
+    coord = np.load(file)
+    for k in range(0, 60, 3):
+        coord[k] = rng.permutation(coord[k].reshape(-1, 3)).ravel()
+    np.save(file, coord)
+
+
+def scale_array(path, name, factor):
+    file = path / "set.000" / f"{name}.npy"
+    np.save(file, np.load(file) * factor)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("real_radii")
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (minus, "the forces have the wrong sign: by them bonds of O and H"),
+        (in_hartree, "the forces look like Hartree/bohr: by them bonds of O and H"),
+        (in_kcal, "the forces look like kcal/mol/angstrom: by them bonds of O and H"),
+        (per_atom, "eV/atom as if its energies were per atom"),
+        (
+            in_another_order,
+            "more than 20 % of the hydrogen atoms have two or more neighbors",
+        ),
+    ],
+)
+def test_one_wrong_system_of_the_example_is_named_by_the_command(
+    tmp_path, monkeypatch, capsys, change, words
+):
+    """Each passed with "No warnings" (forces and order), or was named kJ/mol (energies)."""
+    shutil.copytree(EXAMPLES / "water", tmp_path / "water")
+    folder = tmp_path / "water"
+    change(folder / "data" / "train_400K", np.random.default_rng(1))
+    monkeypatch.chdir(folder)
+    assert main(["check", "input.json"]) == 0
+    output = capsys.readouterr().out
+    [line] = [line for line in output.splitlines() if words in line]
+    assert "train_400K" in line

@@ -26,36 +26,20 @@ REACH = 2.6  # sums of covalent radii within which neighbors are searched: beyon
 _MIN_BOND = 0.76
 # largest ratio of the quartiles of lengths of bonds: it is 1.03 to 1.1 from 300 to 3,000 K
 _BOND_SPREAD = 1.15
-_REPULSION = (
-    15.0  # eV/angstrom; median force on atoms that are pressed together beyond any bond
-)
-_NONMETALS = {
-    "H",
-    "B",
-    "C",
-    "N",
-    "O",
-    "F",
-    "Si",
-    "P",
-    "S",
-    "Cl",
-    "Ge",
-    "As",
-    "Se",
-    "Br",
-    "Te",
-    "I",
-}
+# eV/angstrom; median force that moves atoms apart that are nearer than any bond
+_REPULSION = 15.0
+_SYMBOLS = "H B C N O F Si P S Cl Ge As Se Br Te I"
+_NONMETALS = set(_SYMBOLS.split())
 # angstrom; bonds of H have 0.74 (H2), 0.92 (HF), 0.97 (water), 1.02 (ammonia) and 1.09 (methane),
 # and one that moves from a molecule of water to another is 1.2 from both
 _REACH_OF_HYDROGEN = 1.12
 _MAX_BRIDGES = 0.05  # share of the hydrogen atoms of a median frame that have two bonds
-# Frames with positions in another order, where the median frame has none with two bonds: larger
-# share, and the number of pairs over that of the median frame. It is 1 in
-# another order, and 2 in ice under pressure, whose hydrogen atoms are between two others.
+# Frames with positions in another order, where the median frame has no such atoms: their least
+# number and share of the hydrogen atoms. Distances, and so pairs per atom, are those of the others
+# but for a tenth; atoms that were moved at random have other ones.
+_MIN_BRIDGES = 3
 _ODD_BRIDGES = 0.2
-_SAME_PAIRS = 1.1
+_SAME_PAIRS = 0.1
 _NUM_SEARCHED = 8  # frames in which nearest neighbors are searched
 _NOBLE = {"He", "Ne", "Ar", "Kr", "Xe", "Rn"}  # they have no bonds
 MAX_SEARCHED = 15_000  # atoms of a frame whose nearest neighbors are searched
@@ -63,6 +47,8 @@ MAX_SEARCHED = 15_000  # atoms of a frame whose nearest neighbors are searched
 # the distance of neighbors in any unit
 _MAX_PAIRS = 3e5
 _MIN_FRAMES = 3  # frames that are judged together
+# angstrom, for atoms in one place, so that ratios of distances are finite
+MIN_CONTACT = 1e-3
 # pm, Cordero et al. 2008 (carbon sp3, high spin), as in ASE
 _RADII = """
 H 31 He 28 Li 128 Be 96 B 84 C 76 N 71 O 66 F 57 Ne 58 Na 166 Mg 141 Al 121 Si 111 P 107 S 105 Cl
@@ -78,8 +64,8 @@ COVALENT_RADII = {
 }
 
 
-class Neighbor(NamedTuple):
-    """Nearest neighbor of an atom.
+class Bond(NamedTuple):
+    """An atom and its nearest neighbor in a frame.
 
     Attributes:
         ratio: distance in sums of covalent radii.
@@ -87,17 +73,8 @@ class Neighbor(NamedTuple):
         i: the atom.
         j: its neighbor.
         vector: (3,) from the atom to its neighbor.
+        frame: in which they are.
     """
-
-    ratio: float
-    distance: float
-    i: int
-    j: int
-    vector: Array
-
-
-class Bond(NamedTuple):
-    """Nearest neighbor of an atom in a frame."""
 
     ratio: float
     distance: float
@@ -111,6 +88,13 @@ class Bond(NamedTuple):
         atoms = [self.frame.describe_atom(atom, type_map) for atom in (self.i, self.j)]
         name, number = self.frame.source
         return f"atoms {' and '.join(atoms)} in {name} frame {number}"
+
+    @property
+    def push(self) -> float:
+        """Half of the force that moves both atoms apart, eV/angstrom."""
+        force = self.frame.labels[FORCE].reshape(-1, 3)
+        work = (force[self.j] - force[self.i]) @ self.vector
+        return float(work) / max(self.distance, MIN_CONTACT) / 2
 
 
 def misplaced_types(frames: Sequence[Frame], type_map: Sequence[str]) -> list[str]:
@@ -131,67 +115,111 @@ def misplaced_types(frames: Sequence[Frame], type_map: Sequence[str]) -> list[st
         number = len({bond.frame.source for bond in bonds})
         lowest = bonds[len(bonds) // 4].ratio
         highest = bonds[3 * len(bonds) // 4].ratio
-        forces = [
-            float(np.linalg.norm(bond.frame.labels[FORCE].reshape(-1, 3)[bond.i]))
-            for bond in bonds
-            if FORCE in bond.frame.labels
-        ]
+        forces = [bond.push for bond in bonds if FORCE in bond.frame.labels]
         # atoms that were moved at random have distances of any length, which are no bonds
-        is_bond = (
-            highest < _BOND_SPREAD * lowest and np.median(forces or [0.0]) < _REPULSION
-        )
-        if is_bond and 2 * number > len(searched):
+        if (
+            highest < _BOND_SPREAD * lowest
+            and np.median(forces or [0.0]) < _REPULSION
+            and 2 * number > len(searched)
+        ):
             texts.append(
                 f"nearest neighbors {' and '.join(names)} are {middle.distance:.3g} angstrom apart "
                 f"in {number} of {len(searched)} frames ({middle.describe(type_map)}), expected at "
                 f"least {_MIN_BOND * middle.distance / middle.ratio:.2f}"
             )
-    # types in another order also give hydrogen atoms the places of heavier ones, which have several
-    # neighbors
-    bridges = list[tuple[Frame, Array, int]]()  # with the number of pairs
+    # Types in another order also give hydrogen atoms the places of heavier ones, which have several
+    # neighbors. In single frames, or of single atoms, one of these is hydrogen, too: an atom that
+    # moves between molecules, or is in ice under pressure, has heavier neighbors only.
+    places = list[str]()  # frames
+    densities = list[float]()  # pairs per atom
+    shares = list[float]()  # hydrogen atoms with two neighbors
+    bridges = list[Array]()  # which of the hydrogen atoms have another as one of them
     for frame in several:
         symbols = np.array(type_map)[frame.atom_type]
-        if (
-            "H" in symbols
-            and _NONMETALS.issuperset(symbols)
-            and frame.num_atoms <= MAX_SEARCHED
-        ):
+        is_hydrogen = symbols == "H"
+        if is_hydrogen.any() and _NONMETALS.issuperset(symbols):
             near = find_pairs_once(frame.coord, frame.box, _REACH_OF_HYDROGEN)
-            num_near = np.bincount(
-                np.concatenate([near.i, near.j]), minlength=len(symbols)
-            )
-            bridges.append((frame, num_near[symbols == "H"] > 1, len(near.i)))
-    if not bridges:
+            ends = np.concatenate([near.i, near.j])
+            partners = np.concatenate([near.j, near.i])
+            num_near = np.bincount(ends, minlength=len(symbols))[is_hydrogen]
+            num_hydrogen = np.bincount(
+                ends, is_hydrogen[partners], minlength=len(symbols)
+            )[is_hydrogen]
+            places.append(" frame ".join(map(str, frame.source)))
+            densities.append(len(near.i) / len(symbols))
+            shares.append((num_near > 1).mean())
+            bridges.append((num_near > 1) & (num_hydrogen > 0))
+    if not shares:
         return texts
-    share, usual = np.median([[b.mean(), n] for _, b, n in bridges], axis=0)
+    share = np.median(shares)
+    usual = np.median(densities)
     odd = [
-        str(frame.source[1])
-        for frame, is_bridge, number in bridges
-        if is_bridge.mean() > _ODD_BRIDGES and number < _SAME_PAIRS * usual
+        place
+        for place, density, is_bridge in zip(places, densities, bridges)
+        if is_bridge.sum() >= _MIN_BRIDGES
+        and is_bridge.mean() > _ODD_BRIDGES
+        and abs(density - usual) < _SAME_PAIRS * usual
     ]
-    which = f"{100 * share:.0f} % of the hydrogen atoms of a frame (the median of {len(bridges)})"
+    which = f"{100 * share:.0f} % of the hydrogen atoms of a frame (the median of {len(shares)})"
     if odd and not share:
         which = (
-            f"of {len(bridges)} frames {len(odd)} ({first_few(odd, 3)}) have hydrogen atoms, more "
-            f"than {100 * _ODD_BRIDGES:.0f} % of them, which"
+            f"in {len(odd)} of {len(shares)} frames ({first_few(odd, 3)}) more than "
+            f"{100 * _ODD_BRIDGES:.0f} % of the hydrogen atoms"
         )
     # the same atoms in all frames: each has the place of another
     elif share <= _MAX_BRIDGES and (
-        len(bridges) < _NUM_SEARCHED
-        or not set.intersection(*({*np.flatnonzero(b).tolist()} for _, b, _ in bridges))
+        len(shares) < _NUM_SEARCHED
+        or not set.intersection(*(set(np.flatnonzero(b)) for b in bridges))
     ):
         return texts
-    reach = f"have two or more neighbors within {_REACH_OF_HYDROGEN} angstrom, expected one bond"
-    return [*texts, f"{which} {reach}"]
+    return [
+        *texts,
+        f"{which} have two or more neighbors within {_REACH_OF_HYDROGEN} angstrom, expected one "
+        "bond",
+    ]
 
 
 def nearest_bonds(frames: Sequence[Frame], type_map: Sequence[str]) -> list[Bond]:
     """Return the nearest neighbors of the atoms of frames, in the order of their ratios."""
-    radii = bond_radii(type_map)
+    by_type = bond_radii(type_map)
     bonds = list[Bond]()
     for frame in frames:
-        neighbors = nearest_neighbors(frame.coord, frame.box, radii[frame.atom_type])
-        bonds += [Bond(*neighbor, frame) for neighbor in neighbors]
+        coord = frame.coord
+        box = frame.box
+        radii = by_type[frame.atom_type]
+        if not np.isfinite(radii).any() or not 1 < len(coord) <= MAX_SEARCHED:
+            continue
+        # at most the cutoff that gives about _MAX_PAIRS pairs at the density of the frame: if
+        # lengths are in nm, all pairs are within REACH
+        size = (
+            np.ptp(coord, axis=0) + 1.0
+            if box is None
+            else np.linalg.svd(box, compute_uv=False)
+        )
+        most = (1.5 / math.pi * _MAX_PAIRS * float(size.prod())) ** (1 / 3) / len(
+            coord
+        ) ** (2 / 3)
+        try:
+            rcut = min(REACH * 2 * float(np.nanmax(radii)), most)
+            pairs = find_pairs_once(coord, box, rcut)
+        except DataError:
+            continue
+        ratio = pairs.distance / (radii[pairs.i] + radii[pairs.j])
+        # a dimer without a bond, in any unit
+        if len(coord) == 2 and len(ratio) == 1 and ratio[0] > LONG:
+            continue
+        # both directions of each pair
+        i = np.concatenate([pairs.i, pairs.j])
+        j = np.concatenate([pairs.j, pairs.i])
+        distance = np.tile(pairs.distance, 2)
+        vector = np.concatenate([pairs.vector, -pairs.vector])
+        ratio = np.tile(ratio, 2)
+        # pairs of an atom and its own image are no bonds
+        order = np.lexsort((ratio, i))
+        order = order[np.isfinite(ratio[order]) & (i[order] != j[order])]
+        first = order[np.unique(i[order], return_index=True)[1]]
+        columns = [array[first] for array in (ratio, distance, i, j, vector)]
+        bonds += [Bond._make((*row, frame)) for row in zip(*columns)]
     return sorted(bonds, key=attrgetter("ratio"))
 
 
@@ -212,48 +240,3 @@ def bond_radii(symbols: Sequence[str]) -> Array:
             for name in symbols
         ]
     )
-
-
-def nearest_neighbors(coord: Array, box: Array | None, radii: Array) -> list[Neighbor]:
-    """Return the nearest neighbor of each atom that has one within ``REACH``.
-
-    Args:
-        coord: (N, 3) angstrom.
-        box: (3, 3) angstrom, or None.
-        radii: (N,) angstrom, NaN of atoms that have no bonds.
-    """
-    if not np.isfinite(radii).any() or not 1 < len(coord) <= MAX_SEARCHED:
-        return []
-    # at most the cutoff that gives about _MAX_PAIRS pairs at the density of the frame: if lengths
-    # are in nm, all pairs are within REACH
-    size = (
-        np.ptp(coord, axis=0) + 1.0
-        if box is None
-        else np.linalg.svd(box, compute_uv=False)
-    )
-    most = (1.5 / math.pi * _MAX_PAIRS * float(size.prod())) ** (1 / 3) / len(
-        coord
-    ) ** (2 / 3)
-    try:
-        rcut = min(REACH * 2 * float(np.nanmax(radii)), most)
-        pairs = find_pairs_once(coord, box, rcut)
-    except DataError:
-        return []
-    ratio = pairs.distance / (radii[pairs.i] + radii[pairs.j])
-    # a dimer without a bond, in any unit
-    if len(coord) == 2 and len(ratio) == 1 and ratio[0] > LONG:
-        return []
-    # both directions of each pair
-    i = np.concatenate([pairs.i, pairs.j])
-    j = np.concatenate([pairs.j, pairs.i])
-    distance = np.tile(pairs.distance, 2)
-    vector = np.concatenate([pairs.vector, -pairs.vector])
-    ratio = np.tile(ratio, 2)
-    # pairs of an atom and its own image are no bonds
-    order = np.lexsort((ratio, i))
-    order = order[np.isfinite(ratio[order]) & (i[order] != j[order])]
-    first = order[np.unique(i[order], return_index=True)[1]]
-    return [
-        Neighbor(float(ratio[k]), float(distance[k]), int(i[k]), int(j[k]), vector[k])
-        for k in first
-    ]

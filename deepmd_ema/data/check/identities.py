@@ -159,9 +159,8 @@ class UnitReport:
         if self.num_systems < self.num_all:
             many = f"{self.num_systems:,} evenly spaced systems of {self.num_all:,}"
         # a unit or sign that energies and forces have in common changes no identity
-        remarks = {"energies and forces": "(with each other) "}
         verified = ", ".join(
-            f"{what} {remarks.get(what, '')}in {n:,}"
+            f"{what}{' (with each other)' if ' and ' in what else ''} in {n:,}"
             for what, n in self.verified.items()
         )
         return [
