@@ -532,9 +532,7 @@ def end_table(trainer: Trainer, trained: TrainedRun, steps: int) -> list[str]:
         ("continue", restart_command(trainer) if trainer.is_out_of_time else "")
     )
     trained_points = [
-        a.name
-        for a in config.training.averaging
-        if isinstance(a, ScheduleFreeProfile)
+        a.name for a in config.training.averaging if isinstance(a, ScheduleFreeProfile)
     ]
     weights = [*trained_points, *averages, LIVE][0]
     model = averages.get(weights, trained.checkpoint)

@@ -28,8 +28,24 @@ _MIN_BOND = 0.76
 _BOND_SPREAD = 1.15
 # eV/angstrom; median force that moves atoms apart that are nearer than any bond
 _REPULSION = 15.0
-_SYMBOLS = "H B C N O F Si P S Cl Ge As Se Br Te I"
-_NONMETALS = set(_SYMBOLS.split())
+_NONMETALS = {
+    "H",
+    "B",
+    "C",
+    "N",
+    "O",
+    "F",
+    "Si",
+    "P",
+    "S",
+    "Cl",
+    "Ge",
+    "As",
+    "Se",
+    "Br",
+    "Te",
+    "I",
+}
 # angstrom; bonds of H have 0.74 (H2), 0.92 (HF), 0.97 (water), 1.02 (ammonia) and 1.09 (methane),
 # and one that moves from a molecule of water to another is 1.2 from both
 _REACH_OF_HYDROGEN = 1.12

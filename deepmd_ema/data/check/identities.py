@@ -159,8 +159,9 @@ class UnitReport:
         if self.num_systems < self.num_all:
             many = f"{self.num_systems:,} evenly spaced systems of {self.num_all:,}"
         # a unit or sign that energies and forces have in common changes no identity
+        remarks = {"energies and forces": "(with each other) "}
         verified = ", ".join(
-            f"{what}{' (with each other)' if ' and ' in what else ''} in {n:,}"
+            f"{what} {remarks.get(what, '')}in {n:,}"
             for what, n in self.verified.items()
         )
         return [
@@ -388,13 +389,9 @@ def _judge_ratios(
         if boxes
         else {}
     )
-    # exactly 1 or -1 where a ratio is near one of these
-    by_force, by_virial = (
-        ratio and (math.copysign(1.0, ratio) if _is_one(abs(ratio)) else ratio)
-        for ratio in (by_force, by_virial)
-    )
-    if between and _is_one(abs(between)):
-        between = math.copysign(1.0, between)
+    by_force = _rounded(by_force)
+    by_virial = _rounded(by_virial)
+    between = _rounded(between)
     # two of the ratios determine the third
     if by_force and between:
         by_virial = by_force / between
@@ -416,6 +413,11 @@ def _judge_ratios(
     )
     text = f"the virials look like {looks}: between frames in one cell they change by {why}"
     return [text], verified
+
+
+def _rounded(ratio: float | None) -> float | None:
+    """Return a ratio, and exactly 1 or -1 where it is near one of these."""
+    return ratio and (math.copysign(1.0, ratio) if _is_one(abs(ratio)) else ratio)
 
 
 def _is_one(ratio: float | None) -> bool:
