@@ -692,6 +692,62 @@ def test_forces_and_energies_of_two_jobs_of_orca_are_refused():
     assert frame.labels["force"][0, 2] == pytest.approx(0.1 * HARTREE / BOHR, rel=1e-6)
 
 
+def pw_text(*energies):
+    """Return an output of pw.x of two atoms, with energies (Ry) of one structure."""
+    lines = "\n".join(
+        f"!    total energy              = {e:15.8f} Ry" for e in energies
+    )
+    return f"""
+     Program PWSCF v.6.3 starts on  1Jan2020 at  1: 1: 1
+
+     bravais-lattice index     =            0
+     lattice parameter (alat)  =       7.5589  a.u.
+     number of atoms/cell      =            2
+     number of atomic types    =            1
+
+     celldm(1)=   7.558904  celldm(2)=   0.000000  celldm(3)=   0.000000
+
+     crystal axes: (cart. coord. in units of alat)
+               a(1) = (   1.000000   0.000000   0.000000 )
+               a(2) = (   0.000000   1.000000   0.000000 )
+               a(3) = (   0.000000   0.000000   1.000000 )
+
+     Cartesian axes
+
+     site n.     atom                  positions (alat units)
+         1           H   tau(   1) = (   0.0000000   0.0000000   0.0000000  )
+         2           H   tau(   2) = (   0.0000000   0.0000000   0.2000000  )
+
+{lines}
+
+     Forces acting on atoms (cartesian axes, Ry/au):
+
+     atom    1 type  1   force =     0.00000000    0.00000000    0.02000000
+     atom    2 type  1   force =     0.00000000    0.00000000   -0.02000000
+
+     Total force =     0.028284     Total SCF correction =     0.000000
+"""
+
+
+def test_an_energy_of_pw_x_before_the_last_of_a_structure_is_refused():
+    """The energy of the first electronic step was read with the forces of the last."""
+    pytest.importorskip("ase.io")
+    Path("run.out").write_text(pw_text(-2.1, -2.3))
+    with pytest.raises(DataError) as caught:
+        convert_data(["run.out"], "out")
+    assert str(caught.value) == (
+        'run.out: "!    total energy" is there several times for one structure: its forces belong '
+        "to the last one, and ASE as espresso-out reads the first. Remove the lines of the "
+        "others, or try --format qe/pw/scf."
+    )
+    # one for each structure
+    Path("run.out").write_text(pw_text(-2.3) + pw_text(-2.2))
+    convert_data(["run.out"], "right")
+    [source] = open_data(["right"], ["H"], ("energy", "force"))
+    energies = [source.frame(k).labels["energy"] for k in range(2)]
+    assert energies == pytest.approx([-2.3 * HARTREE / 2, -2.2 * HARTREE / 2], rel=1e-6)
+
+
 def test_an_energy_of_orca_after_the_last_forces_is_refused_for_dpdata(dpdata):
     for number, jobs in enumerate([ORCA_JOBS, ORCA_JOBS[::-1], ORCA_JOBS[:1] * 2]):
         Path("run.out").write_text(orca_text(*jobs))

@@ -60,6 +60,10 @@ _OTHER_ENERGIES = (
 # ASE reads an output of ORCA in parts that end so: of each the first forces and the last energy
 _ORCA_ENDS = re.compile(rb"ORCA TERMINATED NORMALLY|ORCA GEOMETRY RELAXATION STEP")
 _ORCA_ENERGY = b"FINAL SINGLE POINT ENERGY"
+# ASE takes the first energy of pw.x after each structure; those of outer iterations of a hybrid
+# functional, or of each electronic step, come before the last one
+_PW_STRUCTURE = re.compile(rb"Program PWSCF|ATOMIC_POSITIONS")
+_PW_ENERGY = b"!    total energy"
 # heads of tables that a reader may leave out
 _TABLES = {
     FORCE: _FORCE_TABLES,
@@ -157,6 +161,14 @@ def mismatch(path: Path, reader: str) -> str:
                     f"{reader} reads another one: not available."
                 )
         is_ase = reader.startswith("ASE")
+        structures = [match.start() for match in _PW_STRUCTURE.finditer(text)]
+        for part in pairwise([*structures, len(text)] if is_ase else []):
+            if -1 < text.find(_PW_ENERGY, *part) < text.rfind(_PW_ENERGY, *part):
+                return (
+                    f'"{_PW_ENERGY.decode()}" is there several times for one structure: its forces '
+                    f"belong to the last one, and {reader} reads the first. Remove the lines of "
+                    "the others, or try --format qe/pw/scf."
+                )
         ends = [end.end() for end in _ORCA_ENDS.finditer(text)]
         for part in pairwise([0, *ends] if is_ase else [0, len(text)]):
             find_forces = text.find if is_ase else text.rfind
