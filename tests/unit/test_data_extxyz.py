@@ -625,6 +625,14 @@ def test_a_unit_of_nothing_that_is_known_is_an_error(write_text, key):
     assert open_one(write_text(text(**{key: "eV"}))).frame(0).labels["energy"] == -1.5
 
 
+def test_a_unit_cell_is_no_unit(write_text):
+    """A file with ``unit_cell = conventional`` was refused."""
+    for value in ("conventional", "4 0 0 0 4 0 0 0 4"):
+        frame = open_one(write_text(text(unit_cell=value))).frame(0)
+        assert frame.labels["energy"] == -1.5
+    assert "unit_cell = 'hartree'" in problems_of(write_text(text(unit_cell="hartree")))
+
+
 @pytest.mark.parametrize("stated", ["dipole", "dipoles", "atomic_dipole"])
 def test_dipoles_of_frames_and_of_atoms_have_one_unit(write_text, stated):
     rows = "O 0 0 0 1 0 0\nH 0 0 1 0 1 0\n"

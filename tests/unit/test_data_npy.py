@@ -619,6 +619,7 @@ def test_hdf5_with_damaged_bytes_is_reported(system):
         ("w/set.000", "length_unit", "bohr", "length_unit = bohr: expected"),
         ("/", "units", ["real"], "units = real: expected"),
         ("/", "units", "metal", ""),
+        ("/", "unit_cell", np.eye(3), ""),
         ("w/set.000/energy.npy", "unit", "eV", ""),
         ("w/set.000/force.npy", "unit", np.bytes_("eV / Angstrom"), ""),
         ("w/set.000/gap.npy", "unit", "hartree", ""),  # a property has any unit

@@ -511,6 +511,9 @@ def stated_units(per_frame: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
         match = _UNIT_KEY.fullmatch(key) if "unit" in key.lower() else None
         if match is None:
             continue
+        # a cell, unless it is a unit
+        if re.fullmatch("unit.cell", key.lower()) and not is_unusual(str(value)):
+            continue
         name = (match[1] or match[2] or "").lower()
         plain = _ORIGIN.sub("", name).replace("-", "_")
         # a pressure has the unit of a stress
