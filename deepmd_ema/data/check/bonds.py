@@ -153,7 +153,11 @@ def misplaced_types(frames: Sequence[Frame], type_map: Sequence[str]) -> list[st
     for frame in several:
         symbols = np.array(type_map)[frame.atom_type]
         is_hydrogen = symbols == "H"
-        if is_hydrogen.any() and _NONMETALS.issuperset(symbols):
+        if (
+            is_hydrogen.any()
+            and _NONMETALS.issuperset(symbols)
+            and frame.num_atoms <= MAX_SEARCHED
+        ):
             near = find_pairs_once(frame.coord, frame.box, _REACH_OF_HYDROGEN)
             ends = np.concatenate([near.i, near.j])
             partners = np.concatenate([near.j, near.i])

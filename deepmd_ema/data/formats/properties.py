@@ -551,6 +551,8 @@ def refuse_other_units(place: str, entries: Mapping[str, Any], name: str = "") -
         for key, value in entries.items()
         if "unit" in key.lower()
     }
+    if not units:  # as in records of LMDB, of which each frame is one
+        return
     problems = list[str]()
     with collect_problems(problems, place):
         stating = {name: "", **units}
