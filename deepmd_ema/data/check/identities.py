@@ -549,8 +549,9 @@ def misplaced_forces(frames: Sequence[Frame]) -> str:
     for max_step, _ in _LEVELS:
         near = pairs[(pairs[:, _STEP] < max_step) & np.isfinite(pairs[:, _VIRIAL_WORK])]
         shares.append(_partial(near, _FORCE_WORK, _VIRIAL_WORK)[1])
-    # a smooth scan has about the forces of the frame before, too
-    if max(shares) > _HALF:
+    # a smooth scan has about the forces of the frame before, too; and frames without near ones have
+    # no work, of whatever forces
+    if max(shares) > _HALF or len(np.unique(near[:, :2])) < _MIN_FRAMES:
         return ""
     for text, step in (
         ("the frame before", 1),
@@ -582,7 +583,7 @@ def _works(frames: Sequence[Frame]) -> Ratios:
     """Return the ratios of energy differences over works, and of changes, between near frames."""
     force = virial = None
     pairs = _pairs_of(frames)
-    for max_step, max_strain in _LEVELS if len(pairs) else ():
+    for max_step, max_strain in _LEVELS:
         near = pairs[
             (pairs[:, _STEP] < max_step)
             & (pairs[:, _STRAIN] < max_strain)
@@ -590,8 +591,9 @@ def _works(frames: Sequence[Frame]) -> Ratios:
         ]
         force = _slope(near, _FORCE_WORK, _VIRIAL_WORK) if force is None else force
         virial = _slope(near, _VIRIAL_WORK, _FORCE_WORK) if virial is None else virial
-    is_known = np.isfinite(pairs[:, _CHANGE])
-    changes = pairs[(pairs[:, _STRAIN] < _MAX_STRAIN) & is_known][:, _CHANGE:]
+    changes = pairs[(pairs[:, _STRAIN] < _MAX_STRAIN) & np.isfinite(pairs[:, _CHANGE])][
+        :, _CHANGE:
+    ]
     # Changes that are too large are judged without the pressure, which hot electrons change in
     # right data, and changes that are too small with it.
     change = None
