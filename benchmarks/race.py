@@ -311,7 +311,7 @@ def _page(
             f"# Errors for the same labels and time, {today()}",
             "Energies (meV/atom) / forces (meV/angstrom) / stresses (meV/angstrom^3), RMSE: median "
             "of the seeds (least to most force error). MD: microseconds per atom and step of 240 "
-            "atoms. MB: of training. K: mean length of dynamics of at most 2 ps, and how many of "
+            "and 2,000 atoms. MB: of training. K: mean length of dynamics of at most 2 ps, and how many of "
             f"the runs lasted. Machine: {machine(programs(None), 1, 'cpu')}.",
             *parts,
         ]
@@ -342,7 +342,11 @@ def _cells(results: list[dict[str, Any]], kelvin: list[float]) -> list[str]:
             else ""
         )
         cells.append(text + spread)
-    cells.append(f"{median(one['md_us'] for one in results):.0f}")
+    times = (
+        median(one["md_us"][number] for one in results)
+        for number in results[0]["md_us"]
+    )
+    cells.append(" / ".join(f"{time:,.0f}" for time in times))
     cells.append(f"{max(one['peak_mb'] for one in results):.0f}")
     cells.append(str(len(results)))
     longest = DYNAMICS_STEPS * TIME_STEP / 1000
