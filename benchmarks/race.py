@@ -311,8 +311,8 @@ def _page(
             f"# Errors for the same labels and time, {today()}",
             "Energies (meV/atom) / forces (meV/angstrom) / stresses (meV/angstrom^3), RMSE: median "
             "of the seeds (least to most force error). MD: microseconds per atom and step of 240 "
-            "and 2,000 atoms. MB: of training. K: mean length of dynamics of at most 2 ps, and how many of "
-            f"the runs lasted. Machine: {machine(programs(None), 1, 'cpu')}.",
+            "and of 2,000 atoms. MB: of training. K: mean length of dynamics of at most 2 ps, and "
+            f"how many of the runs lasted. Machine: {machine(programs(None), 1, 'cpu')}.",
             *parts,
         ]
     )

@@ -4,10 +4,10 @@ usage: PYTHON race_evaluate.py KIND MODEL [--tests FILE ...] [--steps 20] [--kel
                                 [--output FILE]
 
 It writes one JSON document: RMSE of energies (meV/atom), forces (meV/angstrom) and stresses
-(meV/angstrom^3) on each file of frames, and microseconds per atom and step of 240 and of 2,000 atoms
-that move at random by 0.01 angstrom between steps, as in dynamics. With --kelvin also how long dynamics at
-these temperatures lasts, in picoseconds, from twelve frames of the first file (three, if they are
-periodic).
+(meV/angstrom^3) on each file of frames, and microseconds per atom and step of 240 and of 2,000
+atoms that move at random by 0.01 angstrom between steps, as in dynamics. With --kelvin also how
+long dynamics at these temperatures lasts, in picoseconds, from twelve frames of the first file
+(three, if they are periodic).
 """
 
 import argparse
