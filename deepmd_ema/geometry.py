@@ -40,6 +40,12 @@ def rank_in_group(key: Array, num_groups: int) -> tuple[Array, Array]:
     return np.arange(len(key)) - np.repeat(np.cumsum(counts) - counts, counts), counts
 
 
+def traceless(tensors: Array) -> Array:
+    """Return tensors (..., 3, 3) without the part that is a multiple of the identity."""
+    trace = np.trace(tensors, axis1=-2, axis2=-1)
+    return tensors - trace[..., None, None] / 3 * np.eye(3)
+
+
 def small_int(bound: int) -> type[np.integer]:
     """Return the smallest integer type for numbers from 0 to ``bound - 1``."""
     if bound <= 1 << 8:

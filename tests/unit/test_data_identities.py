@@ -316,12 +316,12 @@ def test_types_in_another_order_than_the_positions_are_reported(order, names, wo
     assert words in "; ".join(texts)
 
 
-def stored_water(path, name, num, change=lambda force: force):
-    """Copy frames of the example to a system with other forces, and return its path."""
+def stored_water(path, name, num, change=lambda array: array, label="force"):
+    """Copy frames of the example to a system with another label, and return its path."""
     shutil.copytree(EXAMPLES / "water" / "data" / name, path)
     for file in path.glob("set.000/*.npy"):
         array = np.load(file)[:num]
-        np.save(file, change(array) if file.stem == "force" else array)
+        np.save(file, change(array) if file.stem == label else array)
     return path
 
 
@@ -331,7 +331,6 @@ def stored_water(path, name, num, change=lambda force: force):
     [
         (BOHR / HARTREE, "look like Hartree/bohr"),
         (KCAL, "look like kcal/mol/angstrom"),
-        (-1, "have the wrong sign"),
         (1.5, ""),
         (2, ""),
         (0.5, ""),
@@ -364,6 +363,72 @@ def test_forces_of_a_system_are_compared_by_force_constants_of_bonds(
     # between two systems neither is known to be right, and one is no reference for itself
     for systems in ((odd, others[0]), (odd,)):
         assert not any("constant" in line for line in report_of(*systems).warnings)
+
+
+def negative(array):
+    return -array
+
+
+@pytest.mark.usefixtures("real_radii")
+@pytest.mark.parametrize("names", [["O", "H"], ["H", "O"], ["C", "O", "N", "H"]])
+@pytest.mark.parametrize("wrong", [(300,), (300, 350)])
+@pytest.mark.parametrize("label", ["force", "virial"])
+def test_a_sign_is_judged_by_bonds_where_no_frames_are_near_each_other(
+    tmp_path, label, wrong, names
+):
+    """Each passed with "No warnings", but for the forces of one of three systems."""
+    systems = [
+        stored_water(
+            tmp_path / str(kelvin),
+            f"train_{kelvin}K",
+            16,
+            negative if kelvin in wrong else lambda array: array,
+            label,
+        )
+        for kelvin in (300, 350)
+    ]
+    reported = [
+        line
+        for line in report_of(*systems, names=names).warnings
+        if "wrong sign" in line
+    ]
+    named = ", ".join(map(str, systems[: len(wrong)]))
+    assert len(reported) == 1
+    assert reported[0].startswith(f"the {label}s of {named} have the wrong sign: they ")
+
+
+@pytest.mark.usefixtures("real_radii")
+def test_forces_and_virials_that_both_have_the_wrong_sign_are_both_named(tmp_path):
+    path = stored_water(tmp_path / "s", "train_300K", 16, negative)
+    file = path / "set.000" / "virial.npy"
+    np.save(file, -np.load(file))
+    reported = [line for line in report_of(path).warnings if "wrong sign" in line]
+    assert [line.split()[1] for line in reported] == ["forces", "virials"]
+
+
+@pytest.mark.usefixtures("real_radii")
+@pytest.mark.parametrize(
+    ("label", "change"),
+    [
+        ("force", lambda array: array),
+        ("force", lambda array: -0.003 * array),
+        ("force", lambda array: np.random.default_rng(7).normal(0, 0.8, array.shape)),
+        ("virial", lambda array: 4 * array),
+        ("virial", lambda array: array - 20 * np.eye(3).ravel()),
+        ("virial", lambda array: np.random.default_rng(7).normal(0, 2, array.shape)),
+    ],
+)
+def test_other_data_do_not_have_the_wrong_sign(tmp_path, label, change):
+    """Relaxed forces, forces and virials of any direction, units and pressures are no sign."""
+    path = stored_water(tmp_path / "s", "train_300K", 16, change, label)
+    assert not any("wrong sign" in line for line in report_of(path).warnings)
+
+
+@pytest.mark.usefixtures("real_radii")
+def test_bonds_of_few_frames_are_no_evidence_of_a_sign(tmp_path):
+    """In published data of different compounds lengths of bonds of one frame rise with forces."""
+    path = stored_water(tmp_path / "s", "train_300K", 3, negative)
+    assert not any("wrong sign" in line for line in report_of(path).warnings)
 
 
 @pytest.mark.usefixtures("real_radii")
@@ -684,7 +749,7 @@ def scale_array(path, name, factor):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (minus, "the forces have the wrong sign: by them bonds of O and H"),
+        (minus, "have the wrong sign: they push atoms of longer bonds apart"),
         (in_hartree, "the forces look like Hartree/bohr: by them bonds of O and H"),
         (in_kcal, "the forces look like kcal/mol/angstrom: by them bonds of O and H"),
         (per_atom, "eV/atom as if its energies were per atom"),

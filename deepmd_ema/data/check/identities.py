@@ -33,7 +33,7 @@ from deepmd_ema.data.check.scan import SystemScan
 from deepmd_ema.data.source import Frame
 from deepmd_ema.data.units import BOHR, ENERGIES, HARTREE
 from deepmd_ema.findings import Finding, warning
-from deepmd_ema.geometry import Array
+from deepmd_ema.geometry import Array, traceless
 from deepmd_ema.text import counted, first_few
 from deepmd_ema.utils import even_places
 
@@ -598,9 +598,9 @@ def _works(frames: Sequence[Frame]) -> Ratios:
     # right data, and changes that are too small with it.
     change = None
     if len(changes) >= _MIN_OPEN:
-        whole, traceless = np.median(changes, axis=0).tolist()
-        if traceless > _LARGE_CHANGE:
-            change = traceless
+        whole, without_trace = np.median(changes, axis=0).tolist()
+        if without_trace > _LARGE_CHANGE:
+            change = without_trace
         elif 0 < whole < _SMALL_CHANGE:
             change = whole
     return Ratios(force, virial, change=change)
@@ -737,9 +737,6 @@ def _pairs(frames: Sequence[Frame]) -> Array:
         change = turned - virial[k]
         pull = np.linalg.norm(force[k + 1 :] @ turn - force[k], axis=(1, 2))
         pull[pull < _MIN_CHANGE * math.sqrt(force[k].size)] = np.nan
-        traceless = change - np.trace(change, axis1=1, axis2=2)[
-            :, None, None
-        ] / 3 * np.eye(3)
         spacing = (
             np.nan
             if box is None
@@ -747,7 +744,7 @@ def _pairs(frames: Sequence[Frame]) -> Array:
         )
         changes = [
             np.linalg.norm(part, axis=(1, 2)) / (pull * spacing)
-            for part in (change, traceless)
+            for part in (change, traceless(change))
         ]
         rise = energy[k + 1 :] - energy[k]
         first, second = np.full(len(rise), k), np.arange(k + 1, len(frames))

@@ -251,7 +251,10 @@ def check_systems(
     if not any(scan.faults for scan in every):
         report.units = judge_units(every, type_map)
         findings += report.units.findings()
-        findings += odd_forces(every, type_map)
+        judged = [
+            scan for scan in every if scan.system.whole.name not in report.units.faults
+        ]
+        findings += odd_forces(judged, type_map)
     for finding in findings:
         # errors and notes name files, which show the task that they belong to
         is_warning = finding.severity == WARNING

@@ -26,7 +26,7 @@ from deepmd_ema.data.check.scan import SystemScan
 from deepmd_ema.data.source import Frame, FrameSource, evenly_spaced
 from deepmd_ema.errors import DataError
 from deepmd_ema.findings import ERROR, WARNING, Finding, note, warning
-from deepmd_ema.geometry import Array, find_pairs_once
+from deepmd_ema.geometry import Array, find_pairs_once, traceless
 from deepmd_ema.text import counted, first_few
 from deepmd_ema.utils import even_places
 
@@ -59,9 +59,17 @@ _MIN_BONDS = 24
 _NUM_BONDED = 16  # frames of a system in which bonds are searched
 _MAX_SYSTEMS = 40  # in which they are
 # Least share of the squares of forces that the lengths of bonds explain: it is 0.84 to 0.92 in O-H
-# and C-H, and 0 to 0.9 in metals. Of right data only bonds of few frames of different compounds
-# (MPtrj) have more with a negative constant, which is no reference for other systems.
+# and C-H, and 0 to 0.9 in metals. Of right data only bonds of one or two frames (MPtrj) have more
+# with a negative constant.
 _MIN_EXPLAINED = 0.64
+# Bonds by which signs are judged: their frames, and the spread of their forces (eV/angstrom), which
+# is 0.008 in strained crystals of Li3N, whose symmetry relates it to lengths
+_MIN_SIGNED = 4
+_MIN_PUSH = 0.1
+# Largest cosine of virials and those of bonds, over frames and without pressures, if the sign is
+# wrong. Where bonds explain the forces it is -0.83 to -0.78 in water with the wrong sign, and in
+# right data 0.08 to 0.95 (0 in W and Be, whose published virials are wrong by a factor of 1,000).
+_OPPOSITE = -0.25
 OUTLIER_FORCE = 15.0  # eV/angstrom, of the largest component
 OUTLIER_FACTOR = 30.0  # ratio to the median of the system
 # distance in sums of covalent radii within which atoms repel each other, and the power with which
@@ -341,10 +349,11 @@ def shifted_systems(
 def odd_forces(
     scans: Sequence[SystemScan], type_map: Sequence[str]
 ) -> Iterator[Finding]:
-    """Yield warnings about systems whose forces have another unit or sign than those of others.
+    """Yield warnings about systems whose forces or virials have another unit or sign.
 
     Longer bonds pull their atoms together, with a force constant that depends on the elements, and
-    hardly on the temperature. It is compared where the lengths of bonds explain the forces.
+    hardly on the temperature. Where the lengths of bonds explain the forces, the constant is
+    compared between systems, and virials with those of the bonds, ``sum_ij r_ij f_ij^T``.
 
     Args:
         scans: the systems, without faults.
@@ -352,24 +361,57 @@ def odd_forces(
     """
     # force constants of systems, eV/angstrom^2, by types of both atoms
     constants: dict[tuple[int, int], dict[str, float]] = {}
+    opposite: dict[str, list[str]] = {"forces": [], "virials": []}  # names of systems
     for scan in (scans[k] for k in even_places(len(scans), _MAX_SYSTEMS)):
+        name = scan.system.whole.name
         places = even_places(scan.system.num_frames, _NUM_BONDED)
         frames = [
             frame for frame in map(scan.system.frame, places) if FORCE in frame.labels
         ]
+        numbers = {frame.source: k for k, frame in enumerate(frames)}
+        bond_virials = np.zeros((len(frames), 3, 3))  # virials, eV
+        sign = 0.0
         groups = bonds_by_elements(nearest_bonds(frames, type_map))
         for types, bonds in groups.items():
+            distance = np.array([bond.distance for bond in bonds])
+            push = np.array([bond.push for bond in bonds])
+            vector = np.array([bond.vector for bond in bonds])
+            which = [numbers[bond.frame.source] for bond in bonds]
+            strength = push / np.maximum(distance, MIN_CONTACT)
+            np.add.at(
+                bond_virials, which, np.einsum("b,bi,bj->bij", strength, vector, vector)
+            )
             if len(bonds) < _MIN_BONDS:
                 continue
-            (square, common), (_, size) = np.cov(
-                [bond.distance for bond in bonds], [bond.push for bond in bonds]
-            )
+            (square, common), (_, size) = np.cov(distance, push)
             if common**2 > _MIN_EXPLAINED * square * size:
-                constants.setdefault(types, {})[scan.system.whole.name] = (
-                    -common / square
-                )
+                if len(set(which)) >= _MIN_SIGNED and size > _MIN_PUSH**2:
+                    sign = -float(np.sign(common))
+                constants.setdefault(types, {})[name] = -common / square
+        if sign < 0:
+            opposite["forces"].append(name)
+        both = [
+            (np.reshape(frame.labels[VIRIAL], (3, 3)), sign * expected)
+            for frame, expected in zip(frames, bond_virials)
+            if VIRIAL in frame.labels
+        ]
+        virial, expected = np.moveaxis(np.reshape(both, (-1, 2, 3, 3)), 1, 0)
+        virial, expected = traceless(virial), traceless(expected)
+        sizes = np.linalg.norm(virial) * np.linalg.norm(expected)
+        if (virial * expected).sum() < _OPPOSITE * sizes:
+            opposite["virials"].append(name)
+    whys = {
+        "forces": "they push atoms of longer bonds apart. Expected forces, not gradients.",
+        "virials": "they are opposite to the virials of the forces along bonds. Expected virial = "
+        "-volume * stress.",
+    }
+    for what, names in opposite.items():
+        if names:
+            systems = first_few(names, _MAX_NAMES)
+            yield warning(
+                "", f"the {what} of {systems} have the wrong sign: {whys[what]}"
+            )
     factors = {f"look like {unit}": number for unit, number in FORCE_UNITS.items()}
-    factors["have the wrong sign"] = -1.0
     findings: dict[str, Finding] = {}  # the last of several pairs of elements
     for types, by_name in constants.items():
         values = np.array(list(by_name.values()))
