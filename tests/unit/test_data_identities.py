@@ -330,6 +330,7 @@ def stored_water(path, name, num, change=lambda array: array, label="force"):
     ("factor", "words"),
     [
         (BOHR / HARTREE, "look like Hartree/bohr"),
+        (1 / HARTREE, "look like Rydberg/bohr or Hartree/angstrom"),
         (KCAL, "look like kcal/mol/angstrom"),
         (1.5, ""),
         (2, ""),
@@ -340,29 +341,51 @@ def test_forces_of_a_system_are_compared_by_force_constants_of_bonds(
     tmp_path, factor, words
 ):
     """Each passed with "No warnings": no frames of these systems are near each other."""
-    kelvin = (300, 350, 400)
-    changes = [lambda force: factor * force, lambda force: force, lambda force: force]
-    odd, *others = [
-        stored_water(tmp_path / str(k), f"train_{k}K", 16, change)
-        for k, change in zip(kelvin, changes)
+    paths = [
+        stored_water(tmp_path / str(k), f"train_{k}K", 16, lambda force: factor * force)
+        if k == 300
+        else stored_water(tmp_path / str(k), f"train_{k}K", 16)
+        for k in (300, 350, 400)
     ]
-    reported = [
-        line for line in report_of(odd, *others).warnings if "force constant" in line
-    ]
-    if not words:
-        assert reported == []
-        return
-    [warning] = reported
-    numbers = (
-        rf"{odd}: the forces {words}: by them bonds of O and H have a force constant of "
-        r"(\S+) eV/angstrom\^2, the median of 3 systems is (\S+)\. Expected eV/angstrom in all "
-    )
-    constant, usual = map(float, re.match(numbers, warning).groups())
-    assert 30 < usual < 60
-    assert constant / usual == pytest.approx(factor, rel=0.15)
+    odd = paths[0]
+    # O and H have a known constant, so that no other system is needed
+    for systems in (paths, [odd]):
+        warnings = report_of(*systems).warnings
+        reported = [line for line in warnings if "force constant" in line]
+        assert len(reported) == bool(words)
+        for line in reported:
+            numbers = (
+                rf"the forces of {odd} {words}: by them bonds of O and H have a force constant of "
+                r"(\S+) eV/angstrom\^2, expected about (\S+)\. Expected eV/angstrom"
+            )
+            constant, usual = map(float, re.match(numbers, line).groups())
+            assert usual == 45
+            assert constant / usual == pytest.approx(factor, rel=0.2)
+    for path in paths:
+        (path / "type_map.raw").write_text("F H")
+    # the constants of others are compared, of which the median is right
+    warnings = report_of(*paths, names=("F", "H")).warnings
+    reported = [line for line in warnings if "force constant" in line]
+    assert len(reported) == bool(words)
+    assert all(f"the forces of {odd} {words}: by them" in line for line in reported)
     # between two systems neither is known to be right, and one is no reference for itself
-    for systems in ((odd, others[0]), (odd,)):
-        assert not any("constant" in line for line in report_of(*systems).warnings)
+    for systems in (paths[:2], paths[:1]):
+        warnings = report_of(*systems, names=("F", "H")).warnings
+        assert not any("constant" in line for line in warnings)
+
+
+@pytest.mark.usefixtures("real_radii")
+def test_energies_and_forces_of_all_systems_in_another_unit_are_reported(tmp_path):
+    """Units that energies, forces and virials have in common change no identity, and passed."""
+    paths = []
+    for kelvin in (300, 350):
+        paths.append(stored_water(tmp_path / str(kelvin), f"train_{kelvin}K", 16))
+        for label in LABELS:
+            scale_array(paths[-1], label, KCAL)
+    [line] = [
+        line for line in report_of(*paths).warnings if "kcal/mol/angstrom" in line
+    ]
+    assert line.startswith(f"the forces of {paths[0]}, {paths[1]} look like kcal/mol/")
 
 
 def negative(array):
@@ -518,6 +541,7 @@ def test_two_atoms_in_each_others_places_are_reported_if_they_are_in_all_frames(
             coord=np.concatenate(sites),
             atom_type=np.tile(frame.atom_type, 6),
             box=np.diag([6.2, 6.2, 24.0]),
+            labels={**frame.labels, "force": np.zeros((72, 3))},
         )
         if len(frames) < number:
             large.coord[[0, 1]] = large.coord[[1, 0]]
@@ -750,8 +774,8 @@ def scale_array(path, name, factor):
     ("change", "words"),
     [
         (minus, "have the wrong sign: they push atoms of longer bonds apart"),
-        (in_hartree, "the forces look like Hartree/bohr: by them bonds of O and H"),
-        (in_kcal, "the forces look like kcal/mol/angstrom: by them bonds of O and H"),
+        (in_hartree, "look like Hartree/bohr: by them bonds of O and H"),
+        (in_kcal, "look like kcal/mol/angstrom: by them bonds of O and H"),
         (per_atom, "eV/atom as if its energies were per atom"),
         (
             in_another_order,

@@ -89,6 +89,7 @@ class Bond(NamedTuple):
         i: the atom.
         j: its neighbor.
         vector: (3,) from the atom to its neighbor.
+        push: half of the force that moves both atoms apart, eV/angstrom; NaN without forces.
         frame: in which they are.
     """
 
@@ -97,6 +98,7 @@ class Bond(NamedTuple):
     i: int
     j: int
     vector: Array
+    push: float
     frame: Frame
 
     def describe(self, type_map: Sequence[str]) -> str:
@@ -104,13 +106,6 @@ class Bond(NamedTuple):
         atoms = [self.frame.describe_atom(atom, type_map) for atom in (self.i, self.j)]
         name, number = self.frame.source
         return f"atoms {' and '.join(atoms)} in {name} frame {number}"
-
-    @property
-    def push(self) -> float:
-        """Half of the force that moves both atoms apart, eV/angstrom."""
-        force = self.frame.labels[FORCE].reshape(-1, 3)
-        work = (force[self.j] - force[self.i]) @ self.vector
-        return float(work) / max(self.distance, MIN_CONTACT) / 2
 
 
 def misplaced_types(frames: Sequence[Frame], type_map: Sequence[str]) -> list[str]:
@@ -238,7 +233,10 @@ def nearest_bonds(frames: Sequence[Frame], type_map: Sequence[str]) -> list[Bond
         order = np.lexsort((ratio, i))
         order = order[np.isfinite(ratio[order]) & (i[order] != j[order])]
         first = order[np.unique(i[order], return_index=True)[1]]
-        columns = [array[first] for array in (ratio, distance, i, j, vector)]
+        force = frame.labels.get(FORCE, np.full(coord.size, np.nan)).reshape(-1, 3)
+        work = ((force[j] - force[i]) * vector).sum(axis=1)
+        push = work / np.maximum(distance, MIN_CONTACT) / 2
+        columns = [array[first] for array in (ratio, distance, i, j, vector, push)]
         bonds += [Bond._make((*row, frame)) for row in zip(*columns)]
     return sorted(bonds, key=attrgetter("ratio"))
 

@@ -51,6 +51,7 @@ ENERGY_UNITS = {
 FORCE_UNITS = {
     "Hartree/bohr": BOHR / HARTREE,
     "Rydberg/bohr": 2 * BOHR / HARTREE,
+    "Hartree/angstrom": 1 / HARTREE,
     "kcal/mol/angstrom": _KCAL,
     "kJ/mol/angstrom": _KJ,
     "kJ/mol/nm": 10 * _KJ,

@@ -48,10 +48,17 @@ _IN_UNITS |= {
     f" as if the others were in {unit}": 1 / number
     for unit, number in ENERGY_UNITS.items()
 }
+_BONDED = 1.3  # angstrom; the median length of bonds that have these constants
 _MIN_ATOMS = 8  # of a system whose energies are compared with energies per atom
-# Force constants of bonds of the same elements: in right data they differ by a factor of 1.1 in O-H
-# from 300 to 500 K, and of up to 3.2 in Au-Au of slabs with small and large displacements. The
-# least factor of a unit is 23.
+# Force constants of bonds, eV/angstrom^2, as molecules have them (Wilson, Decius and Cross,
+# Molecular Vibrations, 1955). Those of other elements are compared between systems: in right data
+# they differ by a factor of up to 3.2 in Au-Au of slabs with small and large displacements. The
+# least factor of a unit is 9.6.
+_CONSTANTS = {
+    frozenset({"C", "H"}): 31.0,
+    frozenset({"N", "H"}): 40.0,
+    frozenset({"O", "H"}): 45.0,
+}
 _NEAR_CONSTANT = 0.25  # share to the factor of a unit
 _SAME_CONSTANT = 0.5  # share to the median, of most systems
 _MIN_LIKE = 2 / 3  # share of the systems that must be near the median
@@ -352,15 +359,15 @@ def odd_forces(
     """Yield warnings about systems whose forces or virials have another unit or sign.
 
     Longer bonds pull their atoms together, with a force constant that depends on the elements, and
-    hardly on the temperature. Where the lengths of bonds explain the forces, the constant is
-    compared between systems, and virials with those of the bonds, ``sum_ij r_ij f_ij^T``.
+    hardly on the temperature. Where the lengths of bonds explain the forces, these have the sign
+    and the unit of the constant, and virials the sign of those of bonds, ``sum_ij r_ij f_ij^T``.
 
     Args:
         scans: the systems, without faults.
         type_map: the model's elements.
     """
-    # force constants of systems, eV/angstrom^2, by types of both atoms
-    constants: dict[tuple[int, int], dict[str, float]] = {}
+    # force constants of systems, eV/angstrom^2, by both elements and what is expected of them
+    constants: dict[tuple[tuple[str, ...], float | None], dict[str, float]] = {}
     opposite: dict[str, list[str]] = {"forces": [], "virials": []}  # names of systems
     for scan in (scans[k] for k in even_places(len(scans), _MAX_SYSTEMS)):
         name = scan.system.whole.name
@@ -369,7 +376,7 @@ def odd_forces(
             frame for frame in map(scan.system.frame, places) if FORCE in frame.labels
         ]
         numbers = {frame.source: k for k, frame in enumerate(frames)}
-        bond_virials = np.zeros((len(frames), 3, 3))  # virials, eV
+        bond_virials = np.zeros((len(frames), 3, 3))  # eV
         sign = 0.0
         groups = bonds_by_elements(nearest_bonds(frames, type_map))
         for types, bonds in groups.items():
@@ -378,25 +385,26 @@ def odd_forces(
             vector = np.array([bond.vector for bond in bonds])
             which = [numbers[bond.frame.source] for bond in bonds]
             strength = push / np.maximum(distance, MIN_CONTACT)
-            np.add.at(
-                bond_virials, which, np.einsum("b,bi,bj->bij", strength, vector, vector)
-            )
+            virials = np.einsum("b,bi,bj->bij", strength, vector, vector)
+            np.add.at(bond_virials, which, virials)
             if len(bonds) < _MIN_BONDS:
                 continue
             (square, common), (_, size) = np.cov(distance, push)
             if common**2 > _MIN_EXPLAINED * square * size:
                 if len(set(which)) >= _MIN_SIGNED and size > _MIN_PUSH**2:
                     sign = -float(np.sign(common))
-                constants.setdefault(types, {})[name] = -common / square
+                elements = tuple(type_map[k] for k in types)
+                is_bond = bonds[len(bonds) // 2].distance < _BONDED
+                usual = _CONSTANTS.get(frozenset(elements)) if is_bond else None
+                constants.setdefault((elements, usual), {})[name] = -common / square
         if sign < 0:
             opposite["forces"].append(name)
         both = [
-            (np.reshape(frame.labels[VIRIAL], (3, 3)), sign * expected)
-            for frame, expected in zip(frames, bond_virials)
+            (np.reshape(frame.labels[VIRIAL], (3, 3)), sign * total)
+            for frame, total in zip(frames, bond_virials)
             if VIRIAL in frame.labels
         ]
-        virial, expected = np.moveaxis(np.reshape(both, (-1, 2, 3, 3)), 1, 0)
-        virial, expected = traceless(virial), traceless(expected)
+        virial, expected = np.moveaxis(traceless(np.reshape(both, (-1, 2, 3, 3))), 1, 0)
         sizes = np.linalg.norm(virial) * np.linalg.norm(expected)
         if (virial * expected).sum() < _OPPOSITE * sizes:
             opposite["virials"].append(name)
@@ -411,28 +419,42 @@ def odd_forces(
             yield warning(
                 "", f"the {what} of {systems} have the wrong sign: {whys[what]}"
             )
-    factors = {f"look like {unit}": number for unit, number in FORCE_UNITS.items()}
-    findings: dict[str, Finding] = {}  # the last of several pairs of elements
-    for types, by_name in constants.items():
-        values = np.array(list(by_name.values()))
-        usual = np.median(values)  # no system is like a negative one
-        if np.mean(abs(values - usual) < _SAME_CONSTANT * usual) < _MIN_LIKE:
-            continue
+    yield from _other_units(constants)
+
+
+def _other_units(
+    constants: Mapping[tuple[tuple[str, ...], float | None], Mapping[str, float]],
+) -> Iterator[Finding]:
+    """Yield warnings about systems whose force constants are those of forces in another unit.
+
+    Args:
+        constants: by the name of the system, eV/angstrom^2, for both elements and what is expected;
+            None if it is the median of the systems.
+    """
+    odd: dict[str, dict[str, str]] = {}  # evidence by unit and name
+    for (elements, usual), by_name in constants.items():
+        if usual is None:
+            values = np.array(list(by_name.values()))
+            usual = float(np.median(values))  # no system is like a negative one
+            if np.mean(abs(values - usual) < _SAME_CONSTANT * usual) < _MIN_LIKE:
+                continue
         for name, constant in by_name.items():
             units = [
-                text
-                for text, factor in factors.items()
+                unit
+                for unit, factor in FORCE_UNITS.items()
                 if abs(constant - factor * usual) < _NEAR_CONSTANT * abs(constant)
             ]
             if units:
-                findings[name] = warning(
-                    name,
-                    f": the forces {' or '.join(units)}: by them bonds of "
-                    f"{' and '.join(type_map[k] for k in types)} have a force constant of "
-                    f"{constant:.3g} eV/angstrom^2, the median of {len(values)} systems is "
-                    f"{usual:.3g}. Expected eV/angstrom in all systems.",
+                odd.setdefault(" or ".join(units), {})[name] = (
+                    f"bonds of {' and '.join(elements)} have a force constant of {constant:.3g} "
+                    f"eV/angstrom^2, expected about {usual:.3g}"
                 )
-    yield from findings.values()
+    for unit, evidence in odd.items():
+        yield warning(
+            "",
+            f"the forces of {first_few(list(evidence), _MAX_NAMES)} look like {unit}: by them "
+            f"{next(iter(evidence.values()))}. Expected eV/angstrom, and energies in eV.",
+        )
 
 
 def energy_outliers(
