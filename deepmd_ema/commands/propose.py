@@ -61,9 +61,6 @@ _MAX_ELEMENTS = (
     4  # se_e2_a has networks for each pair of elements, se_atten_v2 one for all
 )
 _MAX_LINE = 110  # columns; a reason that does not fit beside its option is above it
-# Steps above which the rate of matrices falls as 1 / sqrt(steps). Orthogonalized updates have one
-# size, and without weight decay weights grow with their number: long runs at one rate diverged.
-_FULL_RATE = 2000
 _SLOWER = 0.1  # the rate of fine-tuning, as a part of that of a new model
 _LABELS = {"e": ENERGY, "f": FORCE, "v": VIRIAL}  # by letter of the prefactor
 _BIAS = {AUTO: "decided then", FIT: "moved", KEEP: "kept"}  # as printed
@@ -176,13 +173,17 @@ class Proposal:
         self, wishes: Wishes, data: _Data, source: LoadedModel | None, old: _Data | None
     ) -> None:
         recipe = _choose_recipe(wishes, data)
-        steps = wishes.steps or recipe.options["steps"]
+        options = recipe.options
+        steps = wishes.steps or options["steps"]
         validations = _number_of_validations(steps, data)
         window = _average_window(steps)
-        full_rate = recipe.options["start_lr"]
-        start_lr = float(f"{full_rate * min(1, math.sqrt(_FULL_RATE / steps)):.2g}")
+        full_rate = options["start_lr"]
+        # orthogonalized updates have one size, and without weight decay weights grow with their
+        # number: long runs of solids at one rate diverged
+        longest = options["full_rate_steps"]
+        start_lr = float(f"{full_rate * min(1, math.sqrt(longest / steps)):.2g}")
         # vectors keep their rate, start_lr / lr_adjust
-        lr_adjust = _rounded(recipe.options["lr_adjust"] * start_lr / full_rate)
+        lr_adjust = _rounded(options["lr_adjust"] * start_lr / full_rate)
         if source is None:
             model = {
                 "type_map": list(wishes.type_map or ()),
@@ -194,14 +195,14 @@ class Proposal:
             # at the rate of a new model it would forget what it has learned
             start_lr = _rounded(start_lr * _SLOWER)
         if wishes.property is None:
-            loss = _energy_loss(recipe.options["prefactors"], data.labels)
+            loss = _energy_loss(options["prefactors"], data.labels)
         else:
             loss = _quantity_loss(
                 data.predicted[0], *(name in data.labels for name in data.predicted[:2])
             )
         values: dict[str, Any] = {
             "model": model,
-            "optimizer": {**recipe.options["optimizer"], "lr_adjust": lr_adjust},
+            "optimizer": {**options["optimizer"], "lr_adjust": lr_adjust},
             "learning_rate": _rate_section(recipe, steps, start_lr),
             "loss": loss,
             "training": {
@@ -605,7 +606,7 @@ def _reasons(
         "more": data.wider[1],
         "wider": f"{wishes.rcut * _WIDER:.3g}",
         "why": recipe.options["why"],
-        "full_rate": f"{_FULL_RATE:,}",
+        "full_rate": f"{recipe.options['full_rate_steps']:,}",
         "kind": recipe.kind,
         "about_kind": recipe.options["about"],
         "why_split": data.why_split,

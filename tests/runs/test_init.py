@@ -119,14 +119,25 @@ def test_the_kind_of_data_is_found_and_its_input_trains(kind):
 
 
 @pytest.mark.usefixtures("real_radii")
-@pytest.mark.parametrize("model", ["dpa4c", "se_e2_a"])
-def test_the_rate_of_matrices_falls_with_the_length_and_that_of_vectors_does_not(model):
-    """At the rate of 4,000 steps forces of Mo went to 1,450 meV/angstrom within 10,000."""
-    write_extxyz("data.extxyz", frames_of("solid"))
-    of_kind = read_preset("models")[model]["kinds"]["solid"]
+@pytest.mark.parametrize(
+    ("model", "kind", "longest"),
+    [
+        ("dpa4c", "solid", 2000),
+        ("dpa4c", "molecules", 20000),
+        ("se_e2_a", "molecules", 2000),
+    ],
+)
+def test_the_rate_of_matrices_falls_with_the_length_and_that_of_vectors_does_not(
+    model, kind, longest
+):
+    """At the rate of 4,000 steps forces of Mo went to 1,450 meV/angstrom within 10,000; molecules
+    had errors that were larger by a tenth at a lower rate.
+    """
+    write_extxyz("data.extxyz", frames_of(kind))
+    of_kind = read_preset("models")[model]["kinds"][kind]
     full = of_kind["start_lr"]
     rates = []
-    for steps in (500, 2000, 8000, 32000):
+    for steps in (500, longest, 4 * longest, 16 * longest):
         words = ["init", "data.extxyz", "--model", model, "--steps", str(steps)]
         assert main([*words, "-o", f"{steps}.yaml"]) == 0
         values = to_dict(load_config(f"{steps}.yaml"))
