@@ -15,7 +15,7 @@ from deepmd_ema.cli.main import main
 from deepmd_ema.data.check.bonds import misplaced_types
 from deepmd_ema.data.check.identities import ratios_of
 from deepmd_ema.data.check.report import check_systems
-from deepmd_ema.data.source import Frame
+from deepmd_ema.data.source import Frame, FrameSubset
 from deepmd_ema.model.families.se_e2_a.section import SeE2AConfig
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -445,6 +445,17 @@ def test_other_data_do_not_have_the_wrong_sign(tmp_path, label, change):
     """Relaxed forces, forces and virials of any direction, units and pressures are no sign."""
     path = stored_water(tmp_path / "s", "train_300K", 16, change, label)
     assert not any("wrong sign" in line for line in report_of(path).warnings)
+
+
+@pytest.mark.usefixtures("real_radii")
+def test_a_system_that_is_split_between_parts_is_named_once(tmp_path):
+    path = stored_water(tmp_path / "s", "train_300K", 16, negative)
+    [system] = open_data([str(path)], ["O", "H"], LABELS)
+    parts = [FrameSubset(system, np.arange(k, 16, 2)) for k in range(2)]
+    section = SeE2AConfig(rcut=4.0, sel="auto")
+    report = check_systems(parts[:1], parts[1:], ["O", "H"], section, LABELS)
+    [line] = [line for line in report.warnings if "wrong sign" in line]
+    assert line.startswith(f"the forces of {path} have the wrong sign")
 
 
 @pytest.mark.usefixtures("real_radii")

@@ -368,7 +368,8 @@ def odd_forces(
     """
     # force constants of systems, eV/angstrom^2, by both elements and what is expected of them
     constants: dict[tuple[tuple[str, ...], float | None], dict[str, float]] = {}
-    opposite: dict[str, list[str]] = {"forces": [], "virials": []}  # names of systems
+    # systems, whose frames may be in several parts
+    opposite: dict[str, dict[str, None]] = {"forces": {}, "virials": {}}
     for scan in (scans[k] for k in even_places(len(scans), _MAX_SYSTEMS)):
         name = scan.system.whole.name
         places = even_places(scan.system.num_frames, _NUM_BONDED)
@@ -398,7 +399,7 @@ def odd_forces(
                 usual = _CONSTANTS.get(frozenset(elements)) if is_bond else None
                 constants.setdefault((elements, usual), {})[name] = -common / square
         if sign < 0:
-            opposite["forces"].append(name)
+            opposite["forces"][name] = None
         both = [
             (np.reshape(frame.labels[VIRIAL], (3, 3)), sign * total)
             for frame, total in zip(frames, bond_virials)
@@ -407,7 +408,7 @@ def odd_forces(
         virial, expected = np.moveaxis(traceless(np.reshape(both, (-1, 2, 3, 3))), 1, 0)
         sizes = np.linalg.norm(virial) * np.linalg.norm(expected)
         if (virial * expected).sum() < _OPPOSITE * sizes:
-            opposite["virials"].append(name)
+            opposite["virials"][name] = None
     whys = {
         "forces": "they push atoms of longer bonds apart. Expected forces, not gradients.",
         "virials": "they are opposite to the virials of the forces along bonds. Expected virial = "
@@ -415,9 +416,10 @@ def odd_forces(
     }
     for what, names in opposite.items():
         if names:
-            systems = first_few(names, _MAX_NAMES)
             yield warning(
-                "", f"the {what} of {systems} have the wrong sign: {whys[what]}"
+                "",
+                f"the {what} of {first_few(list(names), _MAX_NAMES)} have the wrong sign: "
+                f"{whys[what]}",
             )
     yield from _other_units(constants)
 
