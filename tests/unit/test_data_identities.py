@@ -435,6 +435,7 @@ def test_forces_and_virials_that_both_have_the_wrong_sign_are_both_named(tmp_pat
     [
         ("force", lambda array: array),
         ("force", lambda array: -0.003 * array),
+        ("force", lambda array: -0.2 * array),
         ("force", lambda array: np.random.default_rng(7).normal(0, 0.8, array.shape)),
         ("virial", lambda array: 4 * array),
         ("virial", lambda array: array - 20 * np.eye(3).ravel()),
@@ -442,7 +443,9 @@ def test_forces_and_virials_that_both_have_the_wrong_sign_are_both_named(tmp_pat
     ],
 )
 def test_other_data_do_not_have_the_wrong_sign(tmp_path, label, change):
-    """Relaxed forces, forces and virials of any direction, units and pressures are no sign."""
+    """Relaxed forces, differences between methods, and forces and virials of any direction have no
+    sign that is known; units and pressures change none.
+    """
     path = stored_water(tmp_path / "s", "train_300K", 16, change, label)
     assert not any("wrong sign" in line for line in report_of(path).warnings)
 

@@ -62,6 +62,7 @@ _CONSTANTS = {
 _NEAR_CONSTANT = 0.25  # share to the factor of a unit
 _SAME_CONSTANT = 0.5  # share to the median, of most systems
 _MIN_LIKE = 2 / 3  # share of the systems that must be near the median
+_WHOLE = 0.5  # share; smaller constants are of differences between methods, which have any sign
 _MIN_BONDS = 24
 _NUM_BONDED = 16  # frames of a system in which bonds are searched
 _MAX_SYSTEMS = 40  # in which they are
@@ -379,6 +380,7 @@ def odd_forces(
         numbers = {frame.source: k for k, frame in enumerate(frames)}
         bond_virials = np.zeros((len(frames), 3, 3))  # eV
         sign = 0.0
+        is_whole = True
         groups = bonds_by_elements(nearest_bonds(frames, type_map))
         for types, bonds in groups.items():
             distance = np.array([bond.distance for bond in bonds])
@@ -392,12 +394,15 @@ def odd_forces(
                 continue
             (square, common), (_, size) = np.cov(distance, push)
             if common**2 > _MIN_EXPLAINED * square * size:
+                constant = -common / square
                 if len(set(which)) >= _MIN_SIGNED and size > _MIN_PUSH**2:
-                    sign = -float(np.sign(common))
+                    sign = float(np.sign(constant))
                 elements = tuple(type_map[k] for k in types)
                 is_bond = bonds[len(bonds) // 2].distance < _BONDED
                 usual = _CONSTANTS.get(frozenset(elements)) if is_bond else None
-                constants.setdefault((elements, usual), {})[name] = -common / square
+                is_whole &= abs(constant) > _WHOLE * (usual or 0.0)
+                constants.setdefault((elements, usual), {})[name] = constant
+        sign *= is_whole
         if sign < 0:
             opposite["forces"][name] = None
         both = [
