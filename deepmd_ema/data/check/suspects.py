@@ -60,9 +60,13 @@ _CONSTANTS = {
     frozenset({"O", "H"}): 45.0,
 }
 _NEAR_CONSTANT = 0.25  # share to the factor of a unit
-_SAME_CONSTANT = 0.5  # share to the median, of most systems
+# share to the median, of most systems; differences between methods, whose bonds may have any sign,
+# have less of a known constant
+_SAME_CONSTANT = 0.5
 _MIN_LIKE = 2 / 3  # share of the systems that must be near the median
-_WHOLE = 0.5  # share; smaller constants are of differences between methods, which have any sign
+# Force constants of systems, eV/angstrom^2, by both elements and what is expected of them, if that
+# is known, and by the name of the system.
+_Constants = dict[tuple[tuple[str, ...], float | None], dict[str, float]]
 _MIN_BONDS = 24
 _NUM_BONDED = 16  # frames of a system in which bonds are searched
 _MAX_SYSTEMS = 40  # in which they are
@@ -367,8 +371,7 @@ def odd_forces(
         scans: the systems, without faults.
         type_map: the model's elements.
     """
-    # force constants of systems, eV/angstrom^2, by both elements and what is expected of them
-    constants: dict[tuple[tuple[str, ...], float | None], dict[str, float]] = {}
+    constants: _Constants = {}
     # systems, whose frames may be in several parts
     opposite: dict[str, dict[str, None]] = {"forces": {}, "virials": {}}
     for scan in (scans[k] for k in even_places(len(scans), _MAX_SYSTEMS)):
@@ -398,9 +401,9 @@ def odd_forces(
                 if len(set(which)) >= _MIN_SIGNED and size > _MIN_PUSH**2:
                     sign = float(np.sign(constant))
                 elements = tuple(type_map[k] for k in types)
-                is_bond = bonds[len(bonds) // 2].distance < _BONDED
+                is_bond = np.median(distance) < _BONDED
                 usual = _CONSTANTS.get(frozenset(elements)) if is_bond else None
-                is_whole &= abs(constant) > _WHOLE * (usual or 0.0)
+                is_whole &= abs(constant) > _SAME_CONSTANT * (usual or 0.0)
                 constants.setdefault((elements, usual), {})[name] = constant
         sign *= is_whole
         if sign < 0:
@@ -429,14 +432,10 @@ def odd_forces(
     yield from _other_units(constants)
 
 
-def _other_units(
-    constants: Mapping[tuple[tuple[str, ...], float | None], Mapping[str, float]],
-) -> Iterator[Finding]:
+def _other_units(constants: _Constants) -> Iterator[Finding]:
     """Yield warnings about systems whose force constants are those of forces in another unit.
 
-    Args:
-        constants: by the name of the system, eV/angstrom^2, for both elements and what is expected;
-            None if it is the median of the systems.
+    Where no constant is known, the median of the systems is expected.
     """
     odd: dict[str, dict[str, str]] = {}  # evidence by unit and name
     for (elements, usual), by_name in constants.items():
