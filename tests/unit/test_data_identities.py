@@ -375,6 +375,23 @@ def test_forces_of_a_system_are_compared_by_force_constants_of_bonds(
 
 
 @pytest.mark.usefixtures("real_radii")
+@pytest.mark.parametrize("names", [["O", "H"], ["C", "O", "N", "H"]])
+def test_gradients_in_atomic_units_are_reported(tmp_path, names):
+    """Quantum chemistry codes write them; they passed with "No warnings"."""
+    path = stored_water(
+        tmp_path / "s", "train_300K", 16, lambda force: -BOHR / HARTREE * force
+    )
+    [line] = [
+        line
+        for line in report_of(path, names=names).warnings
+        if "force constant" in line
+    ]
+    assert line.startswith(
+        f"the forces of {path} look like Hartree/bohr: by them bonds"
+    )
+
+
+@pytest.mark.usefixtures("real_radii")
 def test_energies_and_forces_of_all_systems_in_another_unit_are_reported(tmp_path):
     """Units that energies, forces and virials have in common change no identity, and passed."""
     paths = []

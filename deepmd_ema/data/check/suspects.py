@@ -404,7 +404,9 @@ def odd_forces(
                 is_bond = np.median(distance) < _BONDED
                 usual = _CONSTANTS.get(frozenset(elements)) if is_bond else None
                 is_whole &= abs(constant) > _SAME_CONSTANT * (usual or 0.0)
-                constants.setdefault((elements, usual), {})[name] = constant
+                # gradients in another unit, too; their sign can be judged in the right one
+                magnitude = abs(constant) if usual else constant
+                constants.setdefault((elements, usual), {})[name] = magnitude
         sign *= is_whole
         if sign < 0:
             opposite["forces"][name] = None
