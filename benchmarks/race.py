@@ -366,7 +366,7 @@ def _draw(args: argparse.Namespace, results: Mapping[Run, dict[str, Any]]) -> No
     """Draw the force errors of the last test of each set by the time that was spent."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(3.2 * len(args.sets), 3.4), layout="constrained")
+    figure = Figure(figsize=(3.2 * len(args.sets), 4.0), layout="constrained")
     panels = figure.subplots(1, len(args.sets), squeeze=False)[0]
     for panel, name in zip(panels, args.sets):
         for which in args.trainers:
@@ -385,7 +385,9 @@ def _draw(args: argparse.Namespace, results: Mapping[Run, dict[str, Any]]) -> No
         panel.set_xticks([], minor=True)
         panel.set_xlabel("CPU s")
     panels[0].set_ylabel("force RMSE, meV/angstrom")
-    panels[0].legend(fontsize="small")
+    # beside the panels, where no point is covered
+    handles = panels[0].get_legend_handles_labels()
+    figure.legend(*handles, loc="outside lower center", ncols=2, fontsize="small")
     figure.savefig(args.picture, dpi=120)
 
 
