@@ -52,6 +52,21 @@ def _acac(sources: Path) -> Parts:
     return {part: read(folder / f"{name}.xyz", ":") for part, name in files.items()}
 
 
+def _bpa(sources: Path) -> Parts:
+    """Return 3BPA by DFT at 300 K; tests: 300, 600 and 1200 K.
+
+    The tests are the frames of the other training set of the publication (Kovacs et al., J. Chem.
+    Theory Comput. 17, 7696, 2021), its parts in the order of their temperatures.
+    """
+    folder = sources / "BOTNet-datasets" / "dataset_3BPA"
+    train = read(folder / "train_300K.xyz", ":")
+    mixed = read(folder / "train_mixedT.xyz", ":")
+    energies = {atoms.get_potential_energy() for atoms in train}
+    cold = [a for a in mixed[:167] if a.get_potential_energy() not in energies]
+    hotter = {"600K": mixed[167:334], "1200K": mixed[334:]}
+    return {"train": train, "300K": cold, **hotter}
+
+
 def _molecules(_sources: Path) -> Parts:
     """Return eight molecules by GFN2-xTB at 300 to 600 K; test: other trajectories of them."""
     data = ROOT / "examples" / "molecules" / "data"
@@ -182,6 +197,7 @@ def documents(file: Path) -> Iterator[Atoms]:
 
 SETS: dict[str, Callable[[Path], Parts]] = {
     "acac": _acac,
+    "3BPA": _bpa,
     "molecules": _molecules,
     "water": _water,
     "water_dft": _water_dft,
