@@ -180,11 +180,15 @@ class Proposal:
         full_rate = options["start_lr"]
         # orthogonalized updates have one size, and without weight decay weights grow with their
         # number: long runs of solids at one rate diverged
-        longest = options["full_rate_steps"]
-        start_lr = float(f"{full_rate * min(1, math.sqrt(longest / steps)):.2g}")
+        slower = min(1, math.sqrt(options["full_rate_steps"] / steps))
+        start_lr = float(f"{full_rate * slower:.2g}")
         # vectors keep their rate, start_lr / lr_adjust
         lr_adjust = _rounded(options["lr_adjust"] * start_lr / full_rate)
+        optimizer = {**options["optimizer"], "lr_adjust": lr_adjust}
         if source is None:
+            # what a fine-tuning starts from is not drawn to 0
+            if steps >= options["decay_steps"]:
+                optimizer["weight_decay"] = options["weight_decay"]
             model = {
                 "type_map": list(wishes.type_map or ()),
                 "descriptor": recipe.descriptor,
@@ -202,7 +206,7 @@ class Proposal:
             )
         values: dict[str, Any] = {
             "model": model,
-            "optimizer": {**options["optimizer"], "lr_adjust": lr_adjust},
+            "optimizer": optimizer,
             "learning_rate": _rate_section(recipe, steps, start_lr),
             "loss": loss,
             "training": {
@@ -248,14 +252,14 @@ class Proposal:
             model = f"{recipe.descriptor['type']} {wishes.size}"
         else:
             model = f"{source.config.descriptor.type} of {wishes.finetune}, {TRAINED[wishes.train]}"
-        optimizer = self.values["optimizer"]["type"]
         start_lr = self.values["learning_rate"]["start_lr"]
         steps = self.values["training"]["numb_steps"]
         lines = [
             f"Written by dp-ema init {__version__}. Try others: dp-ema init --help; every option: "
             "dp-ema doc.",
             f"Data: {recipe.kind} ({why_kind}); labels: {labels}.",
-            f"Model: {model}. {optimizer}, rate {start_lr:g}, {steps:,} steps.",
+            f"Model: {model}. {recipe.options['optimizer']['type']}, rate {start_lr:g}, "
+            f"{steps:,} steps.",
         ]
         bias, why_bias = data.bias
         if bias:
@@ -450,7 +454,6 @@ class _Recipe(NamedTuple):
 
 def _choose_recipe(wishes: Wishes, data: _Data) -> _Recipe:
     """Return the recipe of the model that the user wants, or of one that suits the elements."""
-    has_few_elements = len(wishes.type_map or ()) <= _MAX_ELEMENTS
     if wishes.model is not None:
         name = wishes.model
     elif (
@@ -458,6 +461,7 @@ def _choose_recipe(wishes: Wishes, data: _Data) -> _Recipe:
     ):  # least errors for the time (benchmarks/results/race.md)
         name = "dpa4c"
     else:
+        has_few_elements = len(wishes.type_map or ()) <= _MAX_ELEMENTS
         name = "se_e2_a" if has_few_elements else "se_atten_v2"
     presets = read_preset(MODELS)
     # the model of a file may be one without a preset: it is trained as se_e2_a
@@ -495,10 +499,10 @@ def _average_window(steps: int) -> int:
 
 def _number_of_validations(steps: int, data: _Data) -> int:
     """Return the number of validations, which is small in a short run."""
-    atoms = sum(int(scan.type_counts.sum()) for scan in data.report.validation)
-    # a step takes about three times as long as the evaluation of its atoms, which is made with the
-    # live and the averaged weights
-    most = _VALIDATING * 3 * steps * data.step_atoms / (2 * max(1, atoms))
+    # a step takes about three times as long as an evaluation of its atoms, and there are two: with
+    # the live and with the averaged weights
+    atoms = sum(scan.type_counts.sum() for scan in data.report.validation)
+    most = _VALIDATING * 1.5 * steps * data.step_atoms / max(1, atoms)
     return int(min(_EVENTS, max(_MIN_VALIDATIONS, most)))
 
 
@@ -531,13 +535,11 @@ def _energy_loss(
     prefactors: Mapping[str, float], labels: Collection[str]
 ) -> dict[str, Any]:
     """Return the section ``loss`` of energies and their derivatives; absent labels weigh 0."""
-    weights = {}
-    for letter, weight in prefactors.items():
-        is_present = _LABELS[letter] in labels
-        # most data have no virials: the input does not mention them; a 0 shows that energies or
-        # forces are absent
-        if is_present or _LABELS[letter] != VIRIAL:
-            weights[letter] = weight if is_present else 0
+    weights = {k: n if _LABELS[k] in labels else 0 for k, n in prefactors.items()}
+    # most data have no virials: the input does not mention them; a 0 shows that energies or forces
+    # are absent
+    if VIRIAL not in labels:
+        del weights["v"]
     return {"type": "ener", **_constant(weights)}
 
 
@@ -660,10 +662,10 @@ def _kind_of(frame: Frame, type_map: Sequence[str]) -> Kind:
     radii = np.array([COVALENT_RADII.get(type_map[k], 1.0) for k in frame.atom_type])
     pairs = find_pairs_once(frame.coord, frame.box, _BOND * 2 * float(radii.max()))
     bonded = pairs.distance < _BOND * (radii[pairs.i] + radii[pairs.j])
-    first_atoms = pairs.i[bonded].tolist()
-    second_atoms = pairs.j[bonded].tolist()
     bonds = defaultdict(list)
-    for atom, neighbor, shift in zip(first_atoms, second_atoms, pairs.vector[bonded]):
+    for atom, neighbor, shift in zip(
+        pairs.i[bonded].tolist(), pairs.j[bonded].tolist(), pairs.vector[bonded]
+    ):
         bonds[atom].append((neighbor, shift))
         bonds[neighbor].append((atom, -shift))
     # Molecules are walked through from bond to bond, without wrapping at the cell: where the walk
@@ -673,7 +675,7 @@ def _kind_of(frame: Frame, type_map: Sequence[str]) -> Kind:
     for first in range(len(radii)):
         if first in places:
             continue
-        num_molecules = num_molecules + 1
+        num_molecules += 1
         places[first] = np.zeros(3)
         left = [first]
         while left:
@@ -726,8 +728,10 @@ def _bias_of_start(
     bias = model.out_bias.numpy().reshape(shape)
     spread = model.out_std.numpy().reshape(shape)
     move = move_bias(frames, bias, spread)
-    reason = f"{move.evidence(config)}, on {counted(len(frames), 'frame')}"
-    return FIT if move.is_moved else KEEP, reason
+    return (
+        FIT if move.is_moved else KEEP,
+        f"{move.evidence(config)}, on {counted(len(frames), 'frame')}",
+    )
 
 
 def _rounded(value: float) -> float:

@@ -149,6 +149,31 @@ def test_the_rate_of_matrices_falls_with_the_length_and_that_of_vectors_does_not
     assert rates == pytest.approx([full, full, full / 2, full / 4], rel=0.05)
 
 
+@pytest.mark.usefixtures("real_radii")
+@pytest.mark.parametrize(
+    ("model", "kind", "steps", "decay"),
+    [
+        ("dpa4c", "molecules", 49_999, 0),
+        ("dpa4c", "molecules", 50_000, 0.003),
+        ("dpa4c", "solid", 50_000, 0),
+        ("se_e2_a", "molecules", 50_000, 0),
+    ],
+)
+def test_weights_decay_in_long_runs_of_molecules(model, kind, steps, decay):
+    """Without, forces at twice the temperature rose again in the last fifth of 100,000 steps."""
+    write_extxyz("data.extxyz", frames_of(kind))
+    words = ["init", "data.extxyz", "--model", model, "--size", "S"]
+    assert main([*words, "--steps", str(steps)]) == 0
+    assert to_dict(load_config("input.yaml"))["optimizer"]["weight_decay"] == decay
+    if decay:
+        # weights of a file that is fine-tuned stay
+        assert main([*words, "--steps", "2", "-o", "short.yaml"]) == 0
+        assert main(["train", "short.yaml"]) == 0
+        tune = ["init", "data.extxyz", "--finetune", "model.ckpt.pt", "-o", "tune.yaml"]
+        assert main([*tune, "--steps", str(steps)]) == 0
+        assert to_dict(load_config("tune.yaml"))["optimizer"]["weight_decay"] == 0
+
+
 def test_a_short_run_validates_rarely_and_a_long_one_ten_times():
     """Ten validations of 16 frames took longer than 50 steps of 2 frames."""
     write_extxyz("data.extxyz", frames_of("liquid", 160))
