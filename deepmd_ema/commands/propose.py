@@ -187,7 +187,7 @@ class Proposal:
         optimizer = {**options["optimizer"], "lr_adjust": lr_adjust}
         if source is None:
             # what a fine-tuning starts from is not drawn to 0
-            if steps >= options["decay_steps"]:
+            if steps >= options["weight_decay_steps"]:
                 optimizer["weight_decay"] = options["weight_decay"]
             model = {
                 "type_map": list(wishes.type_map or ()),
