@@ -602,8 +602,6 @@ def _unknown_errors(
             continue
         stops = option.endswith("early_stop")
         effect = "does not count" if stops else "chooses no best weights"
-        if stops and is_alone:
-            effect = "would end the run"
         choices = [f"{letter}:{metric.error}" for letter in measured]
         yield (error if stops and is_alone else warning)(
             option,

@@ -466,8 +466,8 @@ class EarlyStop:
 
     @property
     def is_met(self) -> bool:
-        """Whether the run ends."""
-        return self.waited >= self._config.patience
+        """Whether the run ends: not where no error is known, of which ``check`` has warned."""
+        return bool(self.improvements) and self.waited >= self._config.patience
 
     def add(self, step: int, errors: Mapping[Row, Errors]) -> None:
         """Take the errors of the full validation after ``step``."""
@@ -501,17 +501,14 @@ class EarlyStop:
             f"{self._metric} has not fallen{by} in the last "
             f"{counted(self.waited, 'full validation')}"
         )
-        return f"{since}; last improvements: {', '.join(rows) or 'none'}"
+        return f"{since}; last improvements: {', '.join(rows)}"
 
     def state_dict(self) -> dict[str, Any]:
         """Return metric, count and last improvements."""
-        improvements = _by_weights(
-            {row: list(record) for row, record in self.improvements.items()}
-        )
         return {
             "metric": str(self._metric),
             "waited": self.waited,
-            "improvements": improvements,
+            "improvements": _by_weights(self.improvements),
         }
 
     def load_state_dict(self, state: Mapping[str, Any], rows: Iterable[Row]) -> None:

@@ -3,6 +3,7 @@ over.
 """
 
 import logging
+import math
 import shutil
 from pathlib import Path
 
@@ -76,6 +77,14 @@ def test_the_count_begins_anew_at_an_error_that_is_lower_by_more_than_min_delta(
     assert not fed(
         [{LIVE: v} for v in (1.0, 0.95, 0.89)], min_delta=0.1
     ).is_met  # compared with 1, not with 0.95
+
+
+def test_a_run_of_which_no_error_is_known_has_all_its_steps():
+    # the validation frames of all tasks lack the label
+    unknown = {LIVE: math.nan, EMA: math.nan}
+    assert not fed([unknown] * 3).is_met
+    # once there was one, the run ends where it is lost
+    assert fed([{LIVE: 1.0}, unknown, unknown]).is_met
 
 
 def test_the_improvement_of_one_of_several_rows_is_enough_unless_one_is_chosen():
