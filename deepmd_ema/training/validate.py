@@ -466,7 +466,7 @@ class EarlyStop:
 
     @property
     def is_met(self) -> bool:
-        """Whether the run ends: not where no error is known, of which ``check`` has warned."""
+        """Whether the run ends; it does not as long as no error was finite."""
         return bool(self.improvements) and self.waited >= self._config.patience
 
     def add(self, step: int, errors: Mapping[Row, Errors]) -> None:
